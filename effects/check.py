@@ -1,0 +1,283 @@
+"""The law of a program, checked with vector clocks.
+
+The checker reads a program as a device would: streams run their effects in
+issue order, a wait lets a stream see all that the recording stream had seen.
+"a runs before b" below means: by the clocks, in every execution.
+
+    1  every operand is produced before it is consumed
+    2  conflicting accesses to a state or a workspace are ordered
+    3  memory outlives its use: a use on another stream than the home stream runs before the next launch
+       on the home stream after the drop, or a Keep for its stream was issued before the drop
+    4  an event is recorded once, before it is waited for, and somebody waits for it
+    5  every stream has joined the main stream at the end
+    6  collectives of one group run in one order
+
+Rule 0 is form: names, shapes, use after drop.  Nothing is shared with the
+scheduler, so that one can be wrong without the other.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from attrs import define, field, frozen
+
+from mla_fx.effects.aval import Aval, ShapeError
+from mla_fx.effects.program import MAIN, Drop, Effect, Keep, Launch, Program, Record, Wait
+
+
+@frozen
+class Violation:
+    """One breach: the rule, both effects (None where there is no second), and what is missing.
+
+    `order` is True when an order is missing, so that some execution goes
+    wrong; False when the program is malformed or carries an idle effect.
+    """
+
+    rule: int
+    message: str
+    first: Effect | None = None
+    second: Effect | None = None
+    order: bool = False
+
+    def __str__(self) -> str:
+        return f"rule {self.rule}: {self.message}"
+
+
+class LawError(ValueError):
+    """A program that breaks the law.  `violations` has every breach, in issue order of their discovery."""
+
+    def __init__(self, violations: tuple[Violation, ...]) -> None:
+        self.violations = violations
+        super().__init__("\n".join(map(str, violations)))
+
+
+def check(program: Program) -> None:
+    """Raise `LawError` unless the program is legal."""
+    if found := violations(program):
+        raise LawError(found)
+
+
+def violations(program: Program) -> tuple[Violation, ...]:
+    """Every breach of the law; empty for a legal program."""
+    checker = _Checker(program)
+    checker.walk()
+    return tuple(checker.found)
+
+
+_Clock = Mapping[str, int]
+
+
+@frozen(eq=False)
+class _Use:
+    """A launch, with the tick of its stream and what its stream had seen before it."""
+
+    launch: Launch
+    tick: int
+    seen: _Clock
+
+    def before(self, other: "_Use") -> bool:
+        return other.seen.get(self.launch.stream, 0) >= self.tick
+
+    def __str__(self) -> str:
+        return f"{self.launch.op.name} ({self.launch.results[0]}) on {self.launch.stream}"
+
+
+@define
+class _Memory:
+    """One block: who allocated it, who uses it, which version of it is the newest."""
+
+    name: str
+    newest: str
+    home: str | None = None  # None: an input, owned by the caller
+    writer: _Use | None = None
+    uses: list[_Use] = field(factory=list)
+    kept: dict[str, Keep] = field(factory=dict)
+    dropped: Drop | None = None
+
+
+@define(eq=False)
+class _Checker:
+    program: Program
+    found: list[Violation] = field(factory=list)
+    clocks: dict[str, dict[str, int]] = field(factory=lambda: {MAIN: {MAIN: 1}})  # tick 1: inputs are ready
+    avals: dict[str, Aval | None] = field(factory=dict)
+    memory: dict[str, _Memory] = field(factory=dict)  # by value
+    producer: dict[str, _Use] = field(factory=dict)
+    shared: dict[str, _Use] = field(factory=dict)  # workspace or group -> last user
+    events: dict[str, tuple[Record, _Clock]] = field(factory=dict)
+    waited: set[str] = field(factory=set)
+    last: dict[str, _Use] = field(factory=dict)  # stream -> last launch
+    free: dict[str, list[_Memory]] = field(factory=lambda: defaultdict(list))  # stream -> dropped since its last launch
+
+    def walk(self) -> None:
+        for put in self.program.inputs:
+            if put.name in self.avals:
+                self.breach(0, f"input {put.name} is there twice")
+            self.avals[put.name] = put.aval
+            self.memory[put.name] = _Memory(put.name, put.name)
+        for effect in self.program.effects:
+            match effect:
+                case Launch():
+                    self.launch(effect)
+                case Record():
+                    self.record(effect)
+                case Wait():
+                    self.wait(effect)
+                case Keep():
+                    self.keep(effect)
+                case Drop():
+                    self.drop(effect)
+        self.end()
+
+    def breach(self, rule: int, message: str, first: Effect | None = None, second: Effect | None = None) -> None:
+        self.found.append(Violation(rule, message, first, second))
+
+    def missing(self, rule: int, message: str, first: _Use, second: _Use | None) -> None:
+        there = str(second) if second else "the end of main"
+        text = f"{message}; missing order: {first} -> {there}"
+        self.found.append(Violation(rule, text, first.launch, second.launch if second else None, order=True))
+
+    def clock(self, stream: str) -> dict[str, int]:
+        return self.clocks.setdefault(stream, {})
+
+    # --- one effect each ---------------------------------------------------
+
+    def launch(self, launch: Launch) -> None:
+        clock = self.clock(launch.stream)
+        own = clock.get(launch.stream, 0) + 1
+        use = _Use(launch, own, dict(clock))
+        blocks = self.operands(launch, use)
+        self.scratch(launch, use)
+        self.reuse(launch, use)
+        self.results(launch, use, blocks)
+        clock[launch.stream] = own
+        self.last[launch.stream] = use
+
+    def operands(self, launch: Launch, use: _Use) -> list[_Memory | None]:
+        """Rules 0 to 2 for what the launch reads and writes."""
+        blocks = [self.readable(name, launch) for name in launch.operands]
+        for name, block in zip(launch.operands, blocks, strict=True):
+            if block is None:
+                continue
+            if block.newest != name:
+                self.breach(2, f"{use} takes {name}, which {block.newest} has replaced", block.writer and block.writer.launch, launch)
+            producer = self.producer.get(name)
+            if producer is None:
+                if use.seen.get(MAIN, 0) < 1:
+                    text = f"{use} takes input {name}, which is ready on {MAIN}; missing order: start of {MAIN} -> {use}"
+                    self.found.append(Violation(1, text, None, launch, order=True))
+            elif not producer.before(use):
+                self.missing(1, f"{use} takes {name}, which {producer} produces", producer, use)
+        for position in launch.op.writes:
+            block = blocks[position] if position < len(blocks) else None
+            for reader in block.uses if block else ():
+                if not reader.before(use):
+                    self.missing(2, f"{use} writes {launch.operands[position]}, which {reader} uses", reader, use)
+        for block in blocks:
+            if block is not None and use not in block.uses:
+                block.uses.append(use)
+        return blocks
+
+    def readable(self, name: str, effect: Effect) -> _Memory | None:
+        block = self.memory.get(name)
+        if block is None:
+            self.breach(0, f"{name} is used by '{effect}' but nothing before it produces it", None, effect)
+        elif block.dropped is not None:
+            self.breach(3, f"{name} is used by '{effect}' after '{block.dropped}'", block.dropped, effect)
+        return block
+
+    def scratch(self, launch: Launch, use: _Use) -> None:
+        """Rules 2 and 6: workspaces and groups have one user at a time."""
+        group = launch.op.communicates
+        rules = [(2, name, f"the workspace {name}") for name in launch.op.uses]
+        rules += [(6, group, f"the group {group}")] if group else []
+        for rule, name, what in rules:
+            previous = self.shared.get(name)
+            if previous is not None and not previous.before(use):
+                self.missing(rule, f"{previous} and {use} share {what}", previous, use)
+            self.shared[name] = use
+
+    def reuse(self, launch: Launch, use: _Use) -> None:
+        """Rule 3: this launch may take any memory that its stream was given back since its last launch."""
+        for block in self.free.pop(launch.stream, []):
+            for reader in block.uses:
+                stream = reader.launch.stream
+                if stream != launch.stream and stream not in block.kept and not reader.before(use):
+                    text = f"{use} may take the memory of {block.name}, which {reader} uses and nothing keeps for {stream}"
+                    self.missing(3, text, reader, use)
+
+    def results(self, launch: Launch, use: _Use, blocks: list[_Memory | None]) -> None:
+        versions = {result: blocks[operand] for operand, result in launch.op.writes.items() if operand < len(blocks)}
+        for index, (name, aval) in enumerate(zip(launch.results, self.infer(launch), strict=True)):
+            if name in self.avals:
+                self.breach(0, f"{name} is produced twice, the second time by '{launch}'", None, launch)
+            self.avals[name] = aval
+            self.producer[name] = use
+            block = versions.get(index) or _Memory(name, name, home=launch.stream, uses=[use])
+            if index in versions:
+                block.newest, block.writer = name, use
+            self.memory[name] = block
+
+    def infer(self, launch: Launch) -> list[Aval | None]:
+        operands = [self.avals.get(name) for name in launch.operands]
+        unknown: list[Aval | None] = [None] * len(launch.results)
+        known = [aval for aval in operands if aval is not None]
+        if len(known) < len(operands):
+            return unknown
+        try:
+            found = launch.op.infer(*known)
+        except ShapeError as error:
+            self.breach(0, str(error), None, launch)
+            return unknown
+        if len(found) != len(launch.results):
+            self.breach(0, f"{launch.op.name} has {len(found)} results: '{launch}' names {len(launch.results)}", None, launch)
+            return unknown
+        return list(found)
+
+    def record(self, record: Record) -> None:
+        if record.event in self.events:
+            self.breach(4, f"event {record.event} is recorded twice", self.events[record.event][0], record)
+        self.events[record.event] = (record, dict(self.clock(record.stream)))
+
+    def wait(self, wait: Wait) -> None:
+        if wait.event not in self.events:
+            text = f"{wait.stream} waits for event {wait.event}, which is not recorded before; missing: record {wait.event}"
+            self.breach(4, text, None, wait)
+            return
+        clock = self.clock(wait.stream)
+        for stream, tick in self.events[wait.event][1].items():
+            clock[stream] = max(clock.get(stream, 0), tick)
+        self.waited.add(wait.event)
+
+    def keep(self, keep: Keep) -> None:
+        block = self.readable(keep.value, keep)
+        if block is not None:
+            block.kept[keep.stream] = keep
+
+    def drop(self, drop: Drop) -> None:
+        block = self.readable(drop.value, drop)
+        if block is None or block.dropped:
+            return
+        if block.home is None:
+            self.breach(3, f"input {drop.value} belongs to the caller and may not be dropped", None, drop)
+            return
+        block.dropped = drop
+        self.free[block.home].append(block)
+
+    def end(self) -> None:
+        """Rules 4 and 5, and outputs."""
+        for event, (record, _) in self.events.items():
+            if event not in self.waited:
+                self.breach(4, f"event {event} is recorded on {record.stream} and nobody waits for it", record)
+        clock = self.clock(MAIN)
+        for stream, use in self.last.items():
+            if clock.get(stream, 0) < use.tick:
+                self.missing(5, f"{stream} has not joined {MAIN} at the end", use, None)
+        for name in self.program.outputs:
+            block = self.memory.get(name)
+            if block is None:
+                self.breach(0, f"output {name} is produced by nothing")
+            elif block.dropped:
+                self.breach(3, f"output {name} is dropped", block.dropped)
+            elif block.newest != name:
+                self.breach(2, f"output {name} has been replaced by {block.newest}")

@@ -1,0 +1,107 @@
+"""Attention of the new queries over this rank's shard of the history.
+
+For token t of request b, with the keys j < history_lengths[b] of the shard,
+row j at block_table[b, j // S], j % S:
+
+    s[j]        = scale * (q_latent[t, h] . c[j] + q_rope[t, h] . k_rope[j])
+    lse[t, h]   = log sum_j exp s[j]                      natural log
+    hist[t, h]  = sum_j exp(s[j] - lse[t, h]) * c[j]
+
+No mask: all history precedes all new tokens.  A token whose request has no
+history on this rank, and a padding token (t >= sum query_lengths), gets output
+0 and LSE -inf.  Keys and values are the same latent.  Source: MLA decode
+(DeepSeek-V2 paper); the history part of the vLLM-Ascend split.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from attrs import frozen
+
+from mla_fx.effects.aval import Aval, lse_dtype, match, require_dtype, same_dtype
+from mla_fx.effects.op import InputError, Op
+
+#: Scratch that both attention operators use; on an NPU one preallocated block serves both.
+WORKSPACE = "workspace"
+
+
+def check_query_lengths(lengths: tuple[int, ...], tokens: int) -> None:
+    """Lengths are at least 0 and their sum fits the tokens of the step; raises `InputError`."""
+    if min(lengths, default=0) < 0:
+        raise InputError(f"query_lengths: each must be at least 0: got {lengths}")
+    if sum(lengths) > tokens:
+        raise InputError(f"query_lengths: the sum must be at most T = {tokens} tokens: got {sum(lengths)}, from {lengths}")
+
+
+@frozen
+class HistoryAttention(Op):
+    """Queries of all H heads over the paged shard.
+
+    `q_latent` [T, H, L], `q_rope` [T, H, R], `latent_cache` [C, S, L], `rope_cache` [C, S, R],
+    `block_table` int32 [B, M], `query_lengths` host [B], `history_lengths` host [B] (this rank's)
+    -> `hist` [T, H, L] in the query dtype, `hist_lse` [T, H] float32 (float64 beside float64).
+    """
+
+    scale: float
+    operands: ClassVar = (
+        "q_latent",
+        "q_rope",
+        "latent_cache",
+        "rope_cache",
+        "block_table",
+        "query_lengths",
+        "history_lengths",
+    )
+    results: ClassVar = ("hist", "hist_lse")
+    uses: ClassVar = (WORKSPACE,)
+
+    def shape_rule(
+        self,
+        q_latent: Aval,
+        q_rope: Aval,
+        latent_cache: Aval,
+        rope_cache: Aval,
+        block_table: Aval,
+        query_lengths: Aval,
+        history_lengths: Aval,
+    ) -> tuple[Aval, ...]:
+        """Query and cache have one dtype."""
+        axes = match(
+            self.name,
+            q_latent=(q_latent, "T H L"),
+            q_rope=(q_rope, "T H R"),
+            latent_cache=(latent_cache, "C S L"),
+            rope_cache=(rope_cache, "C S R"),
+            block_table=(block_table, "B M"),
+            query_lengths=(query_lengths, "B"),
+            history_lengths=(history_lengths, "B"),
+        )
+        dtype = same_dtype(
+            self.name, q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache, rope_cache=rope_cache
+        )
+        require_dtype(self.name, "block_table", block_table, "int32")
+        require_dtype(self.name, "query_lengths", query_lengths, "host")
+        require_dtype(self.name, "history_lengths", history_lengths, "host")
+        return q_latent, Aval((axes["T"], axes["H"]), lse_dtype(dtype))
+
+    def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
+        """Lengths fit tokens and table; every block that a length reaches is a block of the cache."""
+        check_query_lengths(values["query_lengths"], avals["q_latent"].shape[0])
+        blocks, size, _ = avals["latent_cache"].shape
+        table, columns = values["block_table"], avals["block_table"].shape[1]
+        lengths = np.asarray(values["history_lengths"], dtype=np.int64)
+        if lengths.size and (lengths.min() < 0 or lengths.max() > columns * size):
+            worst = lengths.max() if lengths.min() >= 0 else lengths.min()
+            raise InputError(
+                f"history_lengths: each must be in 0..{columns * size} ({columns} columns of block_table, {size} a block): "
+                f"got {worst}"
+            )
+        reached = np.arange(columns) < -(-lengths[:, None] // size)
+        wrong = reached & ((table < 0) | (table >= blocks))
+        if wrong.any():
+            request, column = np.argwhere(wrong)[0]
+            raise InputError(
+                f"block_table[{request}, {column}]: must be in 0..{blocks - 1}, since history_lengths[{request}] is "
+                f"{lengths[request]}: got {table[request, column]}"
+            )

@@ -1,0 +1,43 @@
+"""Rotate the last R features of every head by the token's angles.
+
+    a[i] = x[t, h, -R + 2 i],   b[i] = x[t, h, -R + 2 i + 1]        i < R / 2
+    out[t, h, i]         = a[i] * cos[t, i] - b[i] * sin[t, i]
+    out[t, h, R / 2 + i] = b[i] * cos[t, i] + a[i] * sin[t, i]
+
+Pairs lie interleaved in the projection and leave de-interleaved, as in Hugging
+Face and in the Ascend operators (the DeepSeek reference leaves them in place:
+same scores, other order in the cache).  The computation is in the dtype of the
+angles, the result in that of `x`.
+"""
+
+from typing import ClassVar
+
+from attrs import frozen
+
+from mla_fx.effects.aval import FLOATS, Aval, ShapeError, match, require_dtype, same_dtype
+from mla_fx.effects.op import Op
+
+
+@frozen
+class Rope(Op):
+    """`x` [T, heads * D], `cos`, `sin` [T, R / 2] -> [T, heads, R], or [T, R] when `heads` is None.
+
+    `heads` splits the features of `x` into heads; None rotates the end of the
+    one row of a token (the key, shared by all heads).
+    """
+
+    heads: int | None
+    operands: ClassVar = ("x", "cos", "sin")
+
+    def shape_rule(self, x: Aval, cos: Aval, sin: Aval) -> tuple[Aval, ...]:
+        """A head must be at least R wide."""
+        axes = match(self.name, x=(x, "T D"), cos=(cos, "T half"), sin=(sin, "T half"))
+        require_dtype(self.name, "x", x, *FLOATS)
+        same_dtype(self.name, cos=cos, sin=sin)
+        heads, rope = self.heads or 1, 2 * axes["half"]
+        if axes["D"] % heads or axes["D"] // heads < rope:
+            raise ShapeError(
+                f"{self.name}: axis 1 of x must be {heads} heads of at least R = {rope} features: got {axes['D']}"
+            )
+        middle = () if self.heads is None else (heads,)
+        return (Aval((axes["T"], *middle, rope), x.dtype),)

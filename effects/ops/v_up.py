@@ -1,0 +1,27 @@
+"""Project the merged latent of every head up to its values.
+
+    out[t, n * V + v] = sum_l attn[t, n, l] * w_uv[n, l, v]
+
+Source: the value half of `kv_b_proj`, applied after the attention because
+attention and projection are both linear in the latent.
+"""
+
+from typing import ClassVar
+
+from attrs import frozen
+
+from mla_fx.effects.aval import Aval, match, same_dtype
+from mla_fx.effects.op import Op
+
+
+@frozen
+class VUp(Op):
+    """`attn` [T, N, L], `w_uv` [N, L, V] -> [T, N * V]."""
+
+    operands: ClassVar = ("attn", "w_uv")
+    results: ClassVar = ("heads",)
+
+    def shape_rule(self, attn: Aval, w_uv: Aval) -> tuple[Aval, ...]:
+        """Heads and latent must agree."""
+        axes = match(self.name, attn=(attn, "T N L"), w_uv=(w_uv, "N L V"))
+        return (Aval((axes["T"], axes["N"] * axes["V"]), same_dtype(self.name, attn=attn, w_uv=w_uv)),)

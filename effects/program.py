@@ -1,0 +1,178 @@
+"""Programs: stream effects as a value.
+
+A program is a tuple of effects in issue order, the order in which the host
+issues them.  What runs when is decided by streams and events only:
+
+    Launch  run an op on a stream; its results are allocated from that stream's memory
+    Record  an event happens when the stream has done all that was issued to it so far
+    Wait    what is issued to the stream from here on runs after the event
+    Keep    the memory of a value stays out of reuse until the stream has done all issued to it by the drop
+    Drop    the host lets go of a value: its memory may be reused by later launches on its home stream
+
+A program compares by value and prints like a jaxpr with its streams.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from attrs import evolve, field, frozen
+
+from mla_fx.effects.aval import Aval
+from mla_fx.effects.op import Op
+
+#: The stream that inputs are ready on and outputs are read on.
+MAIN: Final = "main"
+
+
+@frozen
+class Launch:
+    """Run `op` on `stream`."""
+
+    stream: str
+    op: Op
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+    def __str__(self) -> str:
+        notes = [f"uses {name}" for name in self.op.uses]
+        if self.op.communicates:
+            notes.append(f"over {self.op.communicates}")
+        call = f"{', '.join(self.results)} = {self.op.name} {' '.join(self.operands)}"
+        return f"{call}    {', '.join(notes)}" if notes else call
+
+
+@frozen
+class Record:
+    """Record `event` on `stream`."""
+
+    stream: str
+    event: str
+
+    def __str__(self) -> str:
+        return f"record {self.event}"
+
+
+@frozen
+class Wait:
+    """Make `stream` wait for `event`.  `why` is for the reader and does not count in comparisons."""
+
+    stream: str
+    event: str
+    why: str = field(default="", eq=False)
+
+    def __str__(self) -> str:
+        return f"wait {self.event}    # {self.why}" if self.why else f"wait {self.event}"
+
+
+@frozen
+class Keep:
+    """Keep the memory of `value` alive for `stream` (torch: `tensor.record_stream(stream)`)."""
+
+    value: str
+    stream: str
+
+    def __str__(self) -> str:
+        return f"keep {self.value}"
+
+
+@frozen
+class Drop:
+    """Let go of `value`."""
+
+    value: str
+
+    def __str__(self) -> str:
+        return f"drop {self.value}"
+
+
+Effect = Launch | Record | Wait | Keep | Drop
+
+
+@frozen
+class Input:
+    """An input of a program, owned by the caller: never dropped inside, ready on the main stream."""
+
+    name: str
+    aval: Aval
+
+
+@frozen
+class Program:
+    """Stream effects in issue order, with what goes in and what comes out.
+
+    `outputs` are names of values, read on the main stream at the end.  Input
+    names may be paths (`cache.latent`, `params.layers[0].o_proj`): the first
+    word is an argument of the compiled program, the rest how to reach the
+    tensor in it.  `tree` says how outputs are packed for the caller (a torch
+    pytree spec), None for a plain tuple.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]
+    effects: tuple[Effect, ...]
+    name: str = "program"
+    orchestration: str = ""
+    tree: Any = None
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """The launches, in issue order."""
+        return tuple(effect for effect in self.effects if isinstance(effect, Launch))
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of all streams, the main stream first, then in order of appearance."""
+        return tuple(dict.fromkeys([MAIN, *(e.stream for e in self.effects if not isinstance(e, Drop))]))
+
+    def count(self, kind: type[Effect]) -> int:
+        """How many effects of one kind the program has, as in `program.count(Keep)`."""
+        return sum(isinstance(effect, kind) for effect in self.effects)
+
+    def without(self, index: int) -> "Program":
+        """The program with effect number `index` left out; whether that is still legal is for `check`."""
+        if not 0 <= index < len(self.effects):
+            raise IndexError(f"effect must be in 0..{len(self.effects) - 1}: got {index}")
+        return evolve(self, effects=self.effects[:index] + self.effects[index + 1 :])
+
+    def with_float(self, dtype: str) -> "Program":
+        """The same program with every floating input in `dtype`; all else follows from the shape rules."""
+        return evolve(self, inputs=tuple(Input(i.name, i.aval.with_float(dtype)) for i in self.inputs))
+
+    def avals(self) -> dict[str, Aval]:
+        """Shape and dtype of every value, by the shape rules; raises `ShapeError` or `KeyError`."""
+        found = {i.name: i.aval for i in self.inputs}
+        for launch in self.launches:
+            results = launch.op.infer(*(found[name] for name in launch.operands))
+            found.update(zip(launch.results, results, strict=True))
+        return found
+
+    def memory(self) -> dict[str, str]:
+        """For every value, the value in whose memory it lies: itself, or the first version of its state."""
+        root = {i.name: i.name for i in self.inputs}
+        for launch in self.launches:
+            root.update((name, name) for name in launch.results)
+            for operand, result in launch.op.writes.items():
+                root[launch.results[result]] = root[launch.operands[operand]]
+        return root
+
+    def home(self) -> dict[str, str]:
+        """For every value that a launch allocates, the stream it is allocated on."""
+        return {name: launch.stream for launch in self.launches for name in launch.results}
+
+    def __iter__(self) -> Iterator[Effect]:
+        return iter(self.effects)
+
+    def stream_of(self, effect: Effect) -> str:
+        """The stream on whose line an effect is shown: its own; for a drop, the home of the value."""
+        return self.home().get(effect.value, MAIN) if isinstance(effect, Drop) else effect.stream
+
+    def __iter__(self) -> Iterator[Effect]:
+        return iter(self.effects)
+
+    def __str__(self) -> str:
+        head = f"{self.name}    orchestration {self.orchestration}" if self.orchestration else self.name
+        home = self.home()
+        shown = [(home.get(e.value, MAIN) if isinstance(e, Drop) else e.stream, e) for e in self.effects]
+        width = max(len(MAIN), *(len(stream) for stream, _ in shown)) if shown else len(MAIN)
+        lines = [f"{stream:<{width}}  {effect}" for stream, effect in shown]
+        return "\n".join([head, *lines, f"{MAIN:<{width}}  return {' '.join(self.outputs)}"])

@@ -1,0 +1,31 @@
+"""MLA decode under decode context parallelism: pure functions, stream effects as values, interchangeable backends."""
+
+from mla_fx.attention import current_attention as current_attention
+from mla_fx.attention import history_attention as history_attention
+from mla_fx.attention import write_cache as write_cache
+from mla_fx.batch import Batch as Batch
+from mla_fx.batch import plan_batch as plan_batch
+from mla_fx.config import MlaConfig as MlaConfig
+from mla_fx.config import Yarn as Yarn
+from mla_fx.decode import StepShape as StepShape
+from mla_fx.decode import attention_step as attention_step
+from mla_fx.decode import decode_stack as decode_stack
+from mla_fx.decode import mla_attention as mla_attention
+from mla_fx.exchange import all_reduce as all_reduce
+from mla_fx.exchange import all_to_all as all_to_all
+from mla_fx.exchange import combine as combine
+from mla_fx.exchange import gather_heads as gather_heads
+from mla_fx.exchange import local_heads as local_heads
+from mla_fx.parameters import AttentionParams as AttentionParams
+from mla_fx.parameters import Cache as Cache
+from mla_fx.parameters import LayerParams as LayerParams
+from mla_fx.parameters import QueryLora as QueryLora
+from mla_fx.parameters import QueryPlain as QueryPlain
+from mla_fx.projections import absorb_query as absorb_query
+from mla_fx.projections import add as add
+from mla_fx.projections import linear as linear
+from mla_fx.projections import rms_norm as rms_norm
+from mla_fx.projections import rope as rope
+from mla_fx.projections import rope_angles as rope_angles
+from mla_fx.projections import v_up as v_up
+from mla_fx.sharding import Sharding as Sharding

@@ -1,0 +1,114 @@
+"""What changes at every step: lengths, positions, slots and block tables, checked as they are made.
+
+Nothing of this is baked into a program; one compiled program serves every
+batch of its shape.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mla_fx.effects import InputError
+from mla_fx.sharding import Sharding, positions_of
+
+
+class Batch(NamedTuple):
+    """One rank's view of the requests of a step, padded to T tokens and B requests.
+
+    `positions` int64 [T], `slots` int64 [T] (-1: not this rank's), `block_table` int32 [B, M],
+    `query_lengths` B host integers, `history_lengths` B host integers (of this rank's shard).
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    block_table: torch.Tensor
+    query_lengths: tuple[int, ...]
+    history_lengths: tuple[int, ...]
+
+
+def plan_batch(
+    sharding: Sharding,
+    *,
+    history: Sequence[int],
+    query: Sequence[int],
+    block_table: torch.Tensor | Sequence[Sequence[int]],
+    blocks: int,
+    tokens: int,
+    requests: int,
+    table_width: int,
+) -> list[Batch]:
+    """The batches of all ranks for one step.
+
+    `history[b]` tokens of request b are in the cache already, `query[b]` are
+    new.  `block_table` gives request b's blocks, one for each W * block_size
+    positions; entries behind what history + query need are not looked at.
+    `blocks` is the number of blocks in a rank's cache; `tokens`, `requests` and
+    `table_width` are the T, B and M of the program, to which the batch is padded.
+    Raises `InputError` naming the field.
+    """
+    query, history = tuple(int(n) for n in query), tuple(int(n) for n in history)
+    if len(history) != len(query):
+        raise InputError(f"history: must have one length for each of query, {len(query)}: got {len(history)}")
+    if len(query) > requests:
+        raise InputError(f"query: must have at most B = {requests} requests: got {len(query)}")
+    for name, lengths in (("history", history), ("query", query)):
+        if min(lengths, default=0) < 0:
+            raise InputError(f"{name}: each length must be at least 0: got {lengths}")
+    if sum(query) > tokens:
+        raise InputError(f"query: the sum must be at most T = {tokens} tokens: got {sum(query)}, from {query}")
+    table = _table(sharding, history, query, block_table, blocks, requests, table_width)
+
+    padding = tokens - sum(query)
+    positions = torch.tensor(positions_of(history, query) + [0] * padding, dtype=torch.int64)
+    real = positions[: sum(query)]
+    request = torch.repeat_interleave(torch.arange(len(query)), torch.tensor(query, dtype=torch.int64))
+    rows = table[request, real // (sharding.block_size * sharding.ranks)].to(torch.int64)
+    short = (0,) * (requests - len(query))
+    local = [sharding.local_lengths(length) for length in history]
+    return [
+        Batch(
+            positions,
+            torch.cat([slots, torch.full((padding,), -1, dtype=torch.int64)]),
+            table,
+            query + short,
+            tuple(lengths[rank] for lengths in local) + short,
+        )
+        for rank, slots in enumerate(sharding.slots(real, rows))
+    ]
+
+
+def _table(
+    sharding: Sharding,
+    history: tuple[int, ...],
+    query: tuple[int, ...],
+    given: torch.Tensor | Sequence[Sequence[int]],
+    blocks: int,
+    requests: int,
+    width: int,
+) -> torch.Tensor:
+    if len(given) != len(query):
+        raise InputError(f"block_table: must have one row for each of query, {len(query)}: got {len(given)}")
+    table = torch.zeros((requests, width), dtype=torch.int32)
+    written: dict[int, int] = {}
+    for b, row in enumerate(given):
+        ids = row.tolist() if isinstance(row, torch.Tensor) else list(row)
+        total = history[b] + query[b]
+        need = sharding.blocks(total) if query[b] or history[b] else 0
+        if need > min(len(ids), width):
+            raise InputError(
+                f"block_table[{b}]: must have {need} blocks for history + query = {total} positions "
+                f"({sharding.ranks} ranks of {sharding.block_size} a block): got {len(ids)}, of at most M = {width}"
+            )
+        for column, block in enumerate(ids[:need]):
+            if not 0 <= block < blocks:
+                raise InputError(f"block_table[{b}, {column}]: must be in 0..{blocks - 1}: got {block}")
+        for block in ids[history[b] // (sharding.block_size * sharding.ranks) : need] if query[b] else ():
+            if written.setdefault(block, b) != b:
+                raise InputError(
+                    f"block_table[{b}]: a block that is written belongs to one request: got {block}, also of {written[block]}"
+                )
+        kept = ids[:width]
+        # Entries behind the needed ones are carried along unread, clipped to what int32 holds.
+        table[b, : len(kept)] = torch.tensor(kept, dtype=torch.int64).clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    return table

@@ -1,0 +1,92 @@
+"""What defines the attention of an MLA model, validated where it is born.
+
+Names are those of a Hugging Face `config.json`; reading one is for
+`mla_fx.models`.  Fields hold numbers only, so that a config can be a key.
+"""
+
+import math
+
+from attrs import Attribute, field, frozen
+from attrs.validators import ge, gt
+
+from mla_fx.effects import InputError
+
+
+def _positive(instance: object, attribute: "Attribute[int]", value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{attribute.name}: must be an integer of at least 1: got {value!r}")
+
+
+def _even(instance: object, attribute: "Attribute[int]", value: int) -> None:
+    _positive(instance, attribute, value)
+    if value % 2:
+        raise InputError(f"{attribute.name}: must be even, for pairs to rotate: got {value}")
+
+
+@frozen(kw_only=True)
+class Yarn:
+    """YaRN scaling of the rotary frequencies, as in `rope_scaling` of a checkpoint."""
+
+    factor: float = field(validator=ge(1.0))
+    original_max_position_embeddings: int = field(validator=_positive)
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    @property
+    def angle_magnitude(self) -> float:
+        """Factor on cosine and sine: the ratio of the two mscales, 1 for DeepSeek-V3."""
+        return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+
+
+@frozen(kw_only=True)
+class MlaConfig:
+    """Sizes and constants of one model's attention; the same for all layers.
+
+    >>> round(MlaConfig.deepseek_v3().softmax_scale, 10)
+    0.1352337789
+    """
+
+    hidden_size: int = field(validator=_positive)
+    num_attention_heads: int = field(validator=_positive)
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = field(validator=_positive)
+    qk_nope_head_dim: int = field(validator=_positive)
+    qk_rope_head_dim: int = field(validator=_even)
+    v_head_dim: int = field(validator=_positive)
+    rope_theta: float = field(default=10000.0, validator=gt(0.0))
+    yarn: Yarn | None = None
+    rms_norm_eps: float = field(default=1e-6, validator=gt(0.0))
+    #: Epsilon of `q_a_layernorm` and `kv_a_layernorm`; Hugging Face builds them with 1e-6, not with rms_norm_eps.
+    latent_norm_eps: float = field(default=1e-6, validator=gt(0.0))
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Features of a query head: without position, then with."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """qk_head_dim^-0.5, times mscale squared with YaRN (mscale = 0.1 mscale_all_dim ln factor + 1)."""
+        mscale = _mscale(self.yarn.factor, self.yarn.mscale_all_dim) if self.yarn else 1.0
+        return float(self.qk_head_dim**-0.5 * mscale**2)
+
+    @classmethod
+    def deepseek_v3(cls) -> "MlaConfig":
+        """The attention of DeepSeek-V3, 671B."""
+        yarn = Yarn(factor=40.0, original_max_position_embeddings=4096)
+        return cls(
+            hidden_size=7168,
+            num_attention_heads=128,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            yarn=yarn,
+        )
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if mscale and factor > 1 else 1.0

@@ -1,0 +1,42 @@
+"""Per-token functions: projections, norms, rotation.  Descriptors in, descriptors out; formulas are with the ops."""
+
+from mla_fx.config import MlaConfig
+from mla_fx.effects import Value, bind, ops
+from mla_fx.rope import frequencies
+
+
+def linear(x: Value, weight: Value, *, name: str = "out") -> Value:
+    """`x` [T, D] times `weight` [F, D] transposed -> [T, F].  See `ops.Linear`."""
+    return bind(ops.Linear(), x, weight, names=(name,))[0]
+
+
+def rms_norm(x: Value, weight: Value, *, epsilon: float, name: str = "out") -> Value:
+    """RMSNorm of the first F features of `x` [T, D], `weight` [F] -> [T, F].  See `ops.RmsNorm`."""
+    return bind(ops.RmsNorm(epsilon), x, weight, names=(name,))[0]
+
+
+def add(x: Value, y: Value, *, name: str = "out") -> Value:
+    """`x` + `y`, both [T, D].  See `ops.Add`."""
+    return bind(ops.Add(), x, y, names=(name,))[0]
+
+
+def absorb_query(q: Value, w_uk: Value, *, rope: int) -> Value:
+    """Query [T, N * Q] and `w_uk` [N, P, L] -> query in the latent [T, N, L].  See `ops.AbsorbQuery`."""
+    return bind(ops.AbsorbQuery(rope), q, w_uk)[0]
+
+
+def rope_angles(positions: Value, like: Value, *, config: MlaConfig) -> tuple[Value, Value]:
+    """`positions` int64 [T] -> cosine and sine [T, R / 2], fp32 (fp64 when `like` is).  See `ops.RopeAngles`."""
+    magnitude = config.yarn.angle_magnitude if config.yarn else 1.0
+    cos, sin = bind(ops.RopeAngles(frequencies(config), magnitude), positions, like)
+    return cos, sin
+
+
+def rope(x: Value, cos: Value, sin: Value, *, heads: int | None = None, name: str = "out") -> Value:
+    """Rotate the last R features of every head of `x` -> [T, heads, R], or [T, R] without heads.  See `ops.Rope`."""
+    return bind(ops.Rope(heads), x, cos, sin, names=(name,))[0]
+
+
+def v_up(attn: Value, w_uv: Value) -> Value:
+    """Merged latents [T, N, L] and `w_uv` [N, L, V] -> [T, N * V].  See `ops.VUp`."""
+    return bind(ops.VUp(), attn, w_uv)[0]
