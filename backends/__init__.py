@@ -1,0 +1,42 @@
+"""Interpreters of programs, by name: `reference` (float64, the definition) and `cpu` (native dtypes)."""
+
+if __name__ != "mla_fx.backends":  # reached as a top-level name from the checkout
+    raise ImportError(f"import this package as 'mla_fx.backends', not {__name__!r}")
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Final
+
+from mla_fx.backends.backend import Backend as Backend
+from mla_fx.backends.backend import Executable as Executable
+from mla_fx.backends.backend import MissingRuleError as MissingRuleError
+from mla_fx.backends.backend import Rule as Rule
+from mla_fx.effects import InputError
+
+
+def _reference(ranks: int, adversary: int | None) -> Backend:
+    rules = import_module("mla_fx.backends.reference").RULES
+    return Backend("reference", rules, ranks=ranks, dtype="fp64", adversary=adversary)
+
+
+def _cpu(ranks: int, adversary: int | None) -> Backend:
+    return Backend("cpu", import_module("mla_fx.backends.cpu").RULES, ranks=ranks, adversary=adversary)
+
+
+#: Name to maker; a maker imports its rules when it is asked for, never before.
+NAMED: Final[Mapping[str, Callable[[int, int | None], Backend]]] = MappingProxyType(
+    {"reference": _reference, "cpu": _cpu}
+)
+
+
+def get(name: str, *, ranks: int = 1, adversary: int | None = None) -> Backend:
+    """The backend called `name`, running all `ranks` ranks of a group in this process.
+
+    `adversary` is a seed: streams then run late and interleaved at random,
+    memory is NaN until written and reused as early as the law allows.  The
+    same seed gives the same interleaving.  Raises `InputError` for an unknown name.
+    """
+    if name not in NAMED:
+        raise InputError(f"backend: must be one of {', '.join(NAMED)}: got {name!r}")
+    return NAMED[name](ranks, adversary)

@@ -1,0 +1,184 @@
+"""A backend: a table from op to rule, and how many ranks this process runs.
+
+`compile` gives straight-line code: a program whose every effect has been
+turned into a bound call, with nothing left to interpret.  In one process on
+the CPU, streams and events cost nothing (issue order is one of the legal
+orders), a launch is a call for each rank, a collective one call for all, and a
+drop lets go of the tensors.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import attrs
+import torch
+import torch.utils._pytree as pytree
+from attrs import evolve, frozen
+
+from mla_fx.backends.inputs import DTYPES, Load, loader
+from mla_fx.effects import Drop, InputError, Launch, Op, Program, check
+
+#: `rule(*operands, **params) -> results`, always a tuple.  A collective is called once for all ranks:
+#: `rule([operands of rank 0, ...], **params) -> [results of rank 0, ...]`.
+Rule = Callable[..., Any]
+Tree = TypeVar("Tree")
+
+
+class MissingRuleError(LookupError):
+    """A backend has no rule for an op of the program."""
+
+
+@frozen
+class Backend:
+    """How programs run.  `backends.get` makes one; one of your own is another table.
+
+    `ranks` is the size of the group, all of whose ranks run in this process.
+    `dtype` replaces the floating dtype of every program (the reference
+    computes in "fp64"); None leaves programs as they are.  `adversary` is the
+    seed of an adversarial run (see `mla_fx.backends.adversary`), None for a plain one.
+    """
+
+    name: str
+    rules: Mapping[type[Op], Rule]
+    ranks: int = 1
+    dtype: str | None = None
+    adversary: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.ranks, int) or self.ranks < 1:
+            raise InputError(f"ranks: must be an integer of at least 1: got {self.ranks!r}")
+
+    def with_rules(self, rules: Mapping[type[Op], Rule]) -> "Backend":
+        """This backend with rules added or replaced."""
+        return evolve(self, rules={**self.rules, **rules})
+
+    def put(self, tree: Tree, *, copy: bool = False) -> Tree:
+        """A pytree of tensors as this backend takes it: floats in its dtype.  The rest is passed on.
+
+        `copy`: never share memory with `tree` (a cache, say, that two backends will update).
+        """
+
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            wanted = DTYPES[self.dtype] if self.dtype and leaf.is_floating_point() else leaf.dtype
+            return leaf.to(wanted, copy=copy)
+
+        moved: Tree = pytree.tree_map(move, tree)
+        return moved
+
+    def compile(self, program: Program, *, unchecked: bool = False) -> "Executable":
+        """Turn a program into a function; raises `LawError` for an illegal one, `MissingRuleError`.
+
+        The function takes the program's arguments, each a sequence with one
+        tree for each rank, and returns what the step returns, each top-level
+        entry a list over the ranks.  States are updated in place.  `unchecked`
+        skips the law, to see what a race does.
+        """
+        if self.dtype:
+            program = program.with_float(self.dtype)
+        if not unchecked:
+            check(program)
+        for launch in program.launches:
+            if type(launch.op) not in self.rules:
+                raise MissingRuleError(f"backend {self.name} has no rule for {launch.op.name} ({type(launch.op).__name__})")
+            if getattr(launch.op, "ranks", self.ranks) != self.ranks:
+                raise InputError(
+                    f"ranks: the program's {launch.op.name} is for a group of {launch.op.ranks}: "  # type: ignore[attr-defined]
+                    f"got a backend of {self.ranks}"
+                )
+        if self.adversary is None:
+            body, source = straight_line(program, self)
+        else:
+            from mla_fx.backends.adversary import Adversary  # which needs this module
+
+            body, source = Adversary(program, self, seed=self.adversary, legal=not unchecked), ""
+        return Executable(program, source, loader(program, self.ranks), body, packer(program, self.ranks))
+
+    def bound(self, launch: Launch, rank: int | None = None) -> Rule:
+        """The rule of a launch with the parameters of its op, and its rank where it needs one."""
+        params = {a.name: getattr(launch.op, a.name) for a in attrs.fields(type(launch.op))}
+        if launch.op.needs_rank:
+            params["rank"] = rank
+        return partial(self.rules[type(launch.op)], **params) if params else self.rules[type(launch.op)]
+
+
+@frozen(eq=False)
+class Executable:
+    """A compiled program.  `source` is the code it runs (empty for an adversarial run)."""
+
+    program: Program
+    source: str
+    load: Load
+    body: Callable[..., tuple[Any, ...]]
+    pack: Callable[[tuple[Any, ...]], Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run one step; raises `InputError` before anything has run."""
+        leaves = self.load(*arguments)
+        with torch.no_grad():
+            return self.pack(self.body(*leaves))
+
+
+def straight_line(program: Program, backend: Backend) -> tuple[Callable[..., tuple[Any, ...]], str]:
+    """The body of a program as generated Python: flat inputs to flat outputs, rank after rank."""
+    ranks = range(backend.ranks)
+    scope: dict[str, Any] = {}
+    names = {i.name: f"x{number}" for number, i in enumerate(program.inputs)}
+    arguments = ", ".join(f"{names[i.name]}_{rank}" for i in program.inputs for rank in ranks)
+    lines = [f"def body({arguments}):"]
+    for effect in program.effects:
+        match effect:
+            case Launch():
+                names.update({name: f"v{len(names) + k}" for k, name in enumerate(effect.results)})
+                lines += _call(effect, names, backend, scope)
+            case Drop():
+                lines.append(f"    del {', '.join(f'{names[effect.value]}_{rank}' for rank in ranks)}")
+            case _:
+                pass  # one thread runs in issue order, which is a legal order: nothing to wait for
+    outputs = "".join(f"{names[name]}_{rank}, " for name in program.outputs for rank in ranks)
+    lines.append(f"    return ({outputs})")
+    source = "\n".join(lines)
+    exec(compile(source, f"<{program.name}>", "exec"), scope)
+    return scope["body"], source
+
+
+def _call(launch: Launch, names: Mapping[str, str], backend: Backend, scope: dict[str, Any]) -> list[str]:
+    ranks = range(backend.ranks)
+    operands = [", ".join(f"{names[name]}_{rank}" for name in launch.operands) for rank in ranks]
+    results = ["".join(f"{names[name]}_{rank}, " for name in launch.results) for rank in ranks]
+    function = f"{launch.op.name}_{len(scope)}"
+    if launch.op.communicates:
+        scope[function] = backend.bound(launch)
+        left = "".join(f"({result}), " for result in results)
+        right = "".join(f"({operand},), " for operand in operands)
+        return [f"    {left}= {function}([{right}])"]
+    lines = []
+    for rank in ranks:
+        name = f"{function}_{rank}" if launch.op.needs_rank else function
+        scope.setdefault(name, backend.bound(launch, rank))
+        lines.append(f"    {results[rank]}= {name}({operands[rank]})")
+    return lines
+
+
+def packer(program: Program, ranks: int) -> Callable[[tuple[Any, ...]], Any]:
+    """Flat outputs to what the step returns, every top-level entry a list over the ranks."""
+    spec = program.tree
+
+    def entries(flat: tuple[Any, ...], rank: int) -> list[Any]:
+        return list(flat[rank::ranks])
+
+    def pack_plain(flat: tuple[Any, ...]) -> Any:
+        return tuple(list(flat[k * ranks : (k + 1) * ranks]) for k in range(len(program.outputs)))
+
+    def pack_tuple(flat: tuple[Any, ...]) -> Any:
+        trees = [pytree.tree_unflatten(entries(flat, rank), spec) for rank in range(ranks)]
+        return tuple(map(list, zip(*trees, strict=True)))
+
+    def pack_tree(flat: tuple[Any, ...]) -> Any:
+        return [pytree.tree_unflatten(entries(flat, rank), spec) for rank in range(ranks)]
+
+    if spec is None:
+        return pack_plain
+    return pack_tuple if spec.type is tuple else pack_tree

@@ -1,0 +1,160 @@
+"""What goes into a compiled program: arguments are loaded, and refused, before anything runs.
+
+An input's name is its path: `batch.slots` is attribute `slots` of argument
+`batch`.  Every argument is a sequence with one tree for each rank that this
+process runs.  Loading is generated once per program, as straight-line code.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PATH = re.compile(r"(?P<argument>[A-Za-z_]\w*)(?P<rest>(\.[A-Za-z_]\w*|\[\d+\]|\['[^'\\]*'\])*)")
+
+#: Arguments to a flat tuple of leaves, input after input, rank after rank.
+Load = Callable[..., tuple[Any, ...]]
+
+
+def split(name: str) -> tuple[str, str]:
+    """The argument and the path inside it: `cache[0].latent` -> (`cache`, `[0].latent`)."""
+    found = _PATH.fullmatch(name)
+    if found is None:
+        raise InputError(f"input name: must be a word, then attributes or indices, as in cache[0].latent: got {name!r}")
+    return found["argument"], found["rest"]
+
+
+def arguments_of(program: Program) -> tuple[str, ...]:
+    """Names of the arguments of a compiled program, in order."""
+    return tuple(dict.fromkeys(split(i.name)[0] for i in program.inputs))
+
+
+def loader(program: Program, ranks: int) -> Load:
+    """Generate the function that loads, checks and flattens the arguments for `ranks` ranks."""
+    arguments = arguments_of(program)
+    states = _states(program)
+    scope: dict[str, Any] = {"torch": torch, "wrong": _wrong, "apart": _apart, "explain": partial(_explain, program, ranks)}
+    lines = [f"def load({', '.join(arguments)}):", "    try:"]
+    for argument in arguments:
+        lines.append(f"        if len({argument}) != {ranks}: raise TypeError")
+    leaves = [(i, rank, f"x{number}_{rank}") for number, i in enumerate(program.inputs) for rank in range(ranks)]
+    for put, rank, leaf in leaves:
+        argument, rest = split(put.name)
+        lines.append(f"        {leaf} = {argument}[{rank}]{rest}")
+    lines += [
+        "    except (AttributeError, IndexError, KeyError, TypeError):",
+        f"        explain({', '.join(arguments)})",
+        "        raise",
+    ]
+    for number, (put, rank, leaf) in enumerate(leaves):
+        scope[f"i{number}"] = put
+        lines.append(f"    if {_refused(put, leaf, put.name in states)}: wrong(i{number}, {rank}, {leaf})")
+    by_rank = {(put.name, rank): leaf for put, rank, leaf in leaves}
+    for number, (rule, launch) in enumerate(_value_rules(program)):
+        scope[f"r{number}"] = rule
+        for rank in range(ranks):
+            values = [f"{name!r}: {by_rank[source, rank]}" for name, source in launch]
+            lines.append(f"    r{number}({rank}, {{{', '.join(values)}}})")
+    for name in states:
+        shared = [by_rank[name, rank] for rank in range(ranks)]
+        lines.append(f"    apart({name!r}, {', '.join(shared)})")
+    lines.append(f"    return ({''.join(f'{leaf}, ' for _, _, leaf in leaves)})")
+    exec(compile("\n".join(lines), f"<inputs of {program.name}>", "exec"), scope)
+    load: Load = scope["load"]
+    return load
+
+
+def _states(program: Program) -> list[str]:
+    """Inputs that the program writes."""
+    root = program.memory()
+    written = {root[launch.operands[o]] for launch in program.launches for o in launch.op.writes}
+    return [i.name for i in program.inputs if i.name in written]
+
+
+def _refused(put: Input, leaf: str, state: bool) -> str:
+    if put.aval.dtype == "host":
+        return f"type({leaf}) is not tuple or len({leaf}) != {put.aval.shape[0]}"
+    wrong = f"{leaf}.shape != {put.aval.shape} or {leaf}.dtype is not {DTYPES[put.aval.dtype]}"
+    return f"{wrong} or not {leaf}.is_contiguous()" if state else wrong
+
+
+def _wrong(put: Input, rank: int, leaf: Any) -> None:
+    """Word the refusal of one leaf."""
+    where = f"{put.name} of rank {rank}"
+    if put.aval.dtype == "host":
+        raise InputError(f"{where}: must be a tuple of {put.aval.shape[0]} integers: got {leaf!r}")
+    if not isinstance(leaf, torch.Tensor):
+        raise InputError(f"{where}: must be a tensor {put.aval}: got {type(leaf).__name__}")
+    dtype = _NAMES.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
+    if dtype != put.aval.dtype:
+        raise InputError(f"{where}: must have dtype {put.aval.dtype}: got {dtype}")
+    if tuple(leaf.shape) != put.aval.shape:
+        raise InputError(f"{where}: must have shape {put.aval.shape}: got {tuple(leaf.shape)}")
+    raise InputError(f"{where}: is updated in place and must be contiguous: got strides {leaf.stride()}")
+
+
+def _explain(program: Program, ranks: int, *arguments: Any) -> None:
+    """Find out what is wrong with the structure of the arguments."""
+    given = dict(zip(arguments_of(program), arguments, strict=True))
+    for name, argument in given.items():
+        if not isinstance(argument, Sequence) or len(argument) != ranks:
+            size = f" of {len(argument)}" if hasattr(argument, "__len__") else ""
+            raise InputError(f"{name}: must be a sequence with one entry for each of {ranks} ranks: got {type(argument).__name__}{size}")
+    for put in program.inputs:
+        name, rest = split(put.name)
+        for rank in range(ranks):
+            try:
+                leaf = eval(f"tree{rest}", {"tree": given[name][rank]})
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                raise InputError(f"{name} of rank {rank}: must have {rest}, {put.aval}: got {error}") from None
+            if put.aval.dtype != "host" and not isinstance(leaf, torch.Tensor):
+                _wrong(put, rank, leaf)
+
+
+def _apart(name: str, *tensors: torch.Tensor) -> None:
+    """Ranks own their states: two ranks in one memory would overwrite each other."""
+    places = [t.data_ptr() for t in tensors if t.numel()]
+    if len(set(places)) < len(places):
+        raise InputError(f"{name}: every rank must have a state of its own: got one tensor for several ranks")
+
+
+def _value_rules(program: Program) -> list[tuple[Callable[..., None], list[tuple[str, str]]]]:
+    """The value checks that inputs alone decide, each once however many launches ask for it."""
+    inputs = {i.name: i.aval for i in program.inputs}
+    avals = program.avals()
+    found: dict[Any, tuple[Callable[..., None], list[tuple[str, str]]]] = {}
+    for launch in program.launches:
+        if type(launch.op).value_rule is Op.value_rule:
+            continue
+        named = list(zip(launch.op.operands, launch.operands, strict=True))
+        integers = [(name, source) for name, source in named if not _is_float(avals[source])]
+        if all(source in inputs for _, source in integers):
+            shapes = {name: avals[source] for name, source in named}
+            key = (type(launch.op), *shapes.values(), *integers)
+            found.setdefault(key, (partial(_value_rule, launch, shapes), integers))
+    return list(found.values())
+
+
+def _is_float(aval: Aval) -> bool:
+    return aval.dtype.startswith(("fp", "bf"))
+
+
+def _value_rule(launch: Launch, avals: dict[str, Aval], rank: int, values: dict[str, Any]) -> None:
+    host = {name: v.numpy(force=True) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    try:
+        launch.op.value_rule(avals, host)
+    except InputError as error:
+        raise InputError(f"rank {rank}, {launch.op.name}: {error}") from None
