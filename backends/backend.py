@@ -7,7 +7,7 @@ orders), a launch is a call for each rank, a collective one call for all, and a
 drop lets go of the tensors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -163,22 +163,43 @@ def _call(launch: Launch, names: Mapping[str, str], backend: Backend, scope: dic
 
 
 def packer(program: Program, ranks: int) -> Callable[[tuple[Any, ...]], Any]:
-    """Flat outputs to what the step returns, every top-level entry a list over the ranks."""
-    spec = program.tree
+    """Flat outputs to what the step returns, every top-level entry a list over the ranks; generated once."""
+    scope: dict[str, Any] = {}
+    count, spec = len(program.outputs), program.tree
+    by_rank = []
+    for rank in range(ranks):
+        leaves = iter([f"v{k}_{rank}" for k in range(count)])
+        if spec is None:
+            by_rank.append(list(leaves))
+        else:
+            children = spec.children() if spec.type is tuple else [spec]
+            by_rank.append([_packed(child, leaves, scope) for child in children])
+    lists = [f"[{', '.join(entry)}]" for entry in zip(*by_rank, strict=True)]
+    single = spec is not None and spec.type is not tuple
+    flat = "".join(f"v{k}_{rank}, " for k in range(count) for rank in range(ranks))
+    result = lists[0] if single else f"({', '.join(lists)},)"
+    lines = ["def pack(flat):", f"    ({flat}) = flat", f"    return {result}"]
+    exec(compile("\n".join(lines), f"<outputs of {program.name}>", "exec"), scope)
+    pack: Callable[[tuple[Any, ...]], Any] = scope["pack"]
+    return pack
 
-    def entries(flat: tuple[Any, ...], rank: int) -> list[Any]:
-        return list(flat[rank::ranks])
 
-    def pack_plain(flat: tuple[Any, ...]) -> Any:
-        return tuple(list(flat[k * ranks : (k + 1) * ranks]) for k in range(len(program.outputs)))
+def _packed(spec: pytree.TreeSpec, leaves: Iterator[str], scope: dict[str, Any]) -> str:
+    """The expression that builds a tree from its leaves."""
+    if spec.is_leaf():
+        return next(leaves)
+    children = [_packed(child, leaves, scope) for child in spec.children()]
+    if spec.type is list:
+        return f"[{', '.join(children)}]"
+    if spec.type is tuple:
+        return f"({''.join(f'{child}, ' for child in children)})"
+    if spec.type is dict:
+        return f"{{{', '.join(f'{key!r}: {child}' for key, child in zip(spec.context, children, strict=True))}}}"
+    maker = f"make{len(scope)}"
+    scope[maker] = spec.context if pytree.is_namedtuple_class(spec.context) else partial(_unflatten, spec)
+    return f"{maker}({', '.join(children)})"
 
-    def pack_tuple(flat: tuple[Any, ...]) -> Any:
-        trees = [pytree.tree_unflatten(entries(flat, rank), spec) for rank in range(ranks)]
-        return tuple(map(list, zip(*trees, strict=True)))
 
-    def pack_tree(flat: tuple[Any, ...]) -> Any:
-        return [pytree.tree_unflatten(entries(flat, rank), spec) for rank in range(ranks)]
-
-    if spec is None:
-        return pack_plain
-    return pack_tuple if spec.type is tuple else pack_tree
+def _unflatten(spec: pytree.TreeSpec, *children: Any) -> Any:
+    """A node of a type that somebody registered with torch's pytrees."""
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(list(children), spec.context)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mla_fx.effects.aval import FLOATS
 from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program
 
 DTYPES = {
@@ -54,19 +55,20 @@ def loader(program: Program, ranks: int) -> Load:
     for put, rank, leaf in leaves:
         argument, rest = split(put.name)
         lines.append(f"        {leaf} = {argument}[{rank}]{rest}")
+    for number, (put, rank, leaf) in enumerate(leaves):
+        scope[f"i{number}"] = put
+        lines.append(f"        if {_refused(put, leaf, put.name in states)}: wrong(i{number}, {rank}, {leaf})")
     lines += [
         "    except (AttributeError, IndexError, KeyError, TypeError):",
         f"        explain({', '.join(arguments)})",
         "        raise",
     ]
-    for number, (put, rank, leaf) in enumerate(leaves):
-        scope[f"i{number}"] = put
-        lines.append(f"    if {_refused(put, leaf, put.name in states)}: wrong(i{number}, {rank}, {leaf})")
     by_rank = {(put.name, rank): leaf for put, rank, leaf in leaves}
     for number, (rule, launch) in enumerate(_value_rules(program)):
         scope[f"r{number}"] = rule
         for rank in range(ranks):
-            values = [f"{name!r}: {by_rank[source, rank]}" for name, source in launch]
+            host = {n: by_rank[s, rank] + ("" if aval.dtype == "host" else ".numpy(force=True)") for n, s, aval in launch}
+            values = [f"{name!r}: {leaf}" for name, leaf in host.items()]
             lines.append(f"    r{number}({rank}, {{{', '.join(values)}}})")
     for name in states:
         shared = [by_rank[name, rank] for rank in range(ranks)]
@@ -131,30 +133,28 @@ def _apart(name: str, *tensors: torch.Tensor) -> None:
         raise InputError(f"{name}: every rank must have a state of its own: got one tensor for several ranks")
 
 
-def _value_rules(program: Program) -> list[tuple[Callable[..., None], list[tuple[str, str]]]]:
+_Integers = list[tuple[str, str, Aval]]  # operand of the op, input of the program, aval
+
+
+def _value_rules(program: Program) -> list[tuple[Callable[..., None], _Integers]]:
     """The value checks that inputs alone decide, each once however many launches ask for it."""
     inputs = {i.name: i.aval for i in program.inputs}
     avals = program.avals()
-    found: dict[Any, tuple[Callable[..., None], list[tuple[str, str]]]] = {}
+    found: dict[Any, tuple[Callable[..., None], _Integers]] = {}
     for launch in program.launches:
         if type(launch.op).value_rule is Op.value_rule:
             continue
         named = list(zip(launch.op.operands, launch.operands, strict=True))
-        integers = [(name, source) for name, source in named if not _is_float(avals[source])]
-        if all(source in inputs for _, source in integers):
+        integers = [(name, source, avals[source]) for name, source in named if avals[source].dtype not in FLOATS]
+        if all(source in inputs for _, source, _ in integers):
             shapes = {name: avals[source] for name, source in named}
             key = (type(launch.op), *shapes.values(), *integers)
             found.setdefault(key, (partial(_value_rule, launch, shapes), integers))
     return list(found.values())
 
 
-def _is_float(aval: Aval) -> bool:
-    return aval.dtype.startswith(("fp", "bf"))
-
-
 def _value_rule(launch: Launch, avals: dict[str, Aval], rank: int, values: dict[str, Any]) -> None:
-    host = {name: v.numpy(force=True) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
     try:
-        launch.op.value_rule(avals, host)
+        launch.op.value_rule(avals, values)
     except InputError as error:
         raise InputError(f"rank {rank}, {launch.op.name}: {error}") from None

@@ -21,9 +21,9 @@ def pack(out: torch.Tensor, lse: torch.Tensor, *, ranks: int) -> torch.Tensor:
     bits = _BITS[out.dtype]
     lanes = lse.unsqueeze(-1).view(bits).shape[-1]
     payload = out.new_empty((ranks, tokens, heads // ranks, latent + lanes))
-    payload[..., :latent] = out.view(tokens, ranks, -1, latent).transpose(0, 1)
+    payload[..., :latent] = out.view(tokens, ranks, heads // ranks, latent).transpose(0, 1)
     packed = lse.contiguous().unsqueeze(-1).view(bits)
-    payload.view(bits)[..., latent:] = packed.view(tokens, ranks, -1, lanes).transpose(0, 1)
+    payload.view(bits)[..., latent:] = packed.view(tokens, ranks, heads // ranks, lanes).transpose(0, 1)
     return payload
 
 

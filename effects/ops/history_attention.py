@@ -16,7 +16,6 @@ history on this rank, and a padding token (t >= sum query_lengths), gets output
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 from attrs import frozen
 
 from mla_fx.effects.aval import Aval, lse_dtype, match, require_dtype, same_dtype
@@ -90,18 +89,23 @@ class HistoryAttention(Op):
         check_query_lengths(values["query_lengths"], avals["q_latent"].shape[0])
         blocks, size, _ = avals["latent_cache"].shape
         table, columns = values["block_table"], avals["block_table"].shape[1]
-        lengths = np.asarray(values["history_lengths"], dtype=np.int64)
-        if lengths.size and (lengths.min() < 0 or lengths.max() > columns * size):
-            worst = lengths.max() if lengths.min() >= 0 else lengths.min()
+        lengths: tuple[int, ...] = values["history_lengths"]
+        longest = max(lengths, default=0)
+        if longest > columns * size or min(lengths, default=0) < 0:
             raise InputError(
                 f"history_lengths: each must be in 0..{columns * size} ({columns} columns of block_table, {size} a block): "
-                f"got {worst}"
+                f"got {lengths}"
             )
-        reached = np.arange(columns) < -(-lengths[:, None] // size)
-        wrong = reached & ((table < 0) | (table >= blocks))
-        if wrong.any():
-            request, column = np.argwhere(wrong)[0]
-            raise InputError(
-                f"block_table[{request}, {column}]: must be in 0..{blocks - 1}, since history_lengths[{request}] is "
-                f"{lengths[request]}: got {table[request, column]}"
-            )
+        reached = table[:, : -(-longest // size)]
+        if reached.size and (reached.min() < 0 or reached.max() >= blocks):
+            self._refuse_blocks(table, lengths, blocks, size)
+
+    def _refuse_blocks(self, table: Any, lengths: tuple[int, ...], blocks: int, size: int) -> None:
+        """Find a wrong block that a length really reaches; entries behind may be anything."""
+        for request, length in enumerate(lengths):
+            for column, block in enumerate(table[request, : -(-length // size)].tolist()):
+                if not 0 <= block < blocks:
+                    raise InputError(
+                        f"block_table[{request}, {column}]: must be in 0..{blocks - 1}, since "
+                        f"history_lengths[{request}] is {length}: got {block}"
+                    )

@@ -42,10 +42,11 @@ class WriteCache(Op):
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Every slot is -1 or a row of the cache, and no row is written twice."""
-        slots, (blocks, size, _) = values["slots"], avals["latent_cache"].shape
-        if slots.size and (slots.min() < -1 or slots.max() >= blocks * size):
-            worst = slots.max() if slots.max() >= blocks * size else slots.min()
-            raise InputError(f"slots: each must be -1 or in 0..{blocks * size - 1} ({blocks} blocks of {size}): got {worst}")
-        written = slots[slots >= 0]
-        if len(set(written.tolist())) < written.size:
-            raise InputError(f"slots: no two tokens may have one slot: got {sorted(written.tolist())}")
+        blocks, size, _ = avals["latent_cache"].shape
+        slots = values["slots"].tolist()
+        if min(slots, default=0) < -1 or max(slots, default=0) >= blocks * size:
+            wrong = next(slot for slot in slots if not -1 <= slot < blocks * size)
+            raise InputError(f"slots: each must be -1 or in 0..{blocks * size - 1} ({blocks} blocks of {size}): got {wrong}")
+        written = [slot for slot in slots if slot >= 0]
+        if len(set(written)) < len(written):
+            raise InputError(f"slots: no two tokens may have one slot: got {sorted(written)}")

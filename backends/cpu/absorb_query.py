@@ -1,0 +1,10 @@
+"""CPU rule of `ops.AbsorbQuery`."""
+
+import torch
+
+
+def rule(q: torch.Tensor, w_uk: torch.Tensor, *, rope: int) -> tuple[torch.Tensor]:
+    """One matrix product a head, on the first P features of the head."""
+    heads, nope, _ = w_uk.shape
+    q_nope = q.view(q.shape[0], heads, nope + rope)[..., :nope]
+    return (torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1).contiguous(),)

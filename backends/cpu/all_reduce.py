@@ -1,0 +1,16 @@
+"""CPU rule of `ops.AllReduce`."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def rule(operands: Sequence[tuple[torch.Tensor]]) -> list[tuple[torch.Tensor]]:
+    """Sum in rank order in float32 (float64 beside float64), rounded once, a copy for every rank."""
+    first = operands[0][0]
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    total = first.to(wide, copy=True, memory_format=torch.contiguous_format)
+    for (x,) in operands[1:]:
+        total.add_(x)
+    out = total.to(first.dtype)
+    return [(out,), *((out.clone(),) for _ in operands[1:])]

@@ -1,0 +1,15 @@
+"""CPU rule of `ops.Rope`."""
+
+import torch
+
+
+def rule(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, heads: int | None) -> tuple[torch.Tensor]:
+    """Rotate in the dtype of the angles, de-interleaving on the way; one rounding to the dtype of `x`."""
+    half = cos.shape[1]
+    if heads is not None:
+        x = x.view(x.shape[0], heads, x.shape[1] // heads)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    pairs = x[..., x.shape[-1] - 2 * half :].to(cos.dtype)
+    a, b = pairs[..., 0::2], pairs[..., 1::2]
+    out = torch.cat(((a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)), -1)
+    return (out.to(x.dtype),)

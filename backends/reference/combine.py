@@ -1,0 +1,17 @@
+"""Reference rule of `ops.Combine`."""
+
+import math
+
+import torch
+
+
+def rule(recv: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor) -> tuple[torch.Tensor]:
+    """out[t, n] = sum_i w[i] * o[i] / sum_i w[i], w[i] = exp(lse[i] - max lse); a contribution of -inf is left out."""
+    o = torch.cat([recv[..., :-1], local[None]])
+    lse = torch.cat([recv[..., -1], local_lse[None]])
+    unseen = lse == -math.inf
+    m = lse.amax(0)
+    w = torch.where(unseen, 0, torch.exp(lse - m))
+    o = torch.where(unseen[..., None], 0, o)
+    total = w.sum(0)[..., None]
+    return ((w[..., None] * o).sum(0) / torch.where(total == 0, 1, total),)

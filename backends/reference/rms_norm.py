@@ -1,0 +1,10 @@
+"""Reference rule of `ops.RmsNorm`."""
+
+import torch
+
+
+def rule(x: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> tuple[torch.Tensor]:
+    """out[t, d] = x[t, d] / sqrt(mean_d x[t, d]^2 + epsilon) * weight[d] for d < len(weight)."""
+    x = x[:, : len(weight)]
+    mean = (x**2).mean(1, keepdim=True)
+    return ((x / torch.sqrt(mean + epsilon) * weight).contiguous(),)

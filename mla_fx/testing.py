@@ -1,0 +1,60 @@
+"""For your own tests: a fixture that swaps the backend, and a comparison that runs a program everywhere.
+
+    from mla_fx.testing import backend  # noqa: F401
+
+    def test_mine(backend):
+        run = backend(ranks=4).compile(program)
+
+runs the test on `reference`, on `cpu`, and on `cpu` under the hostile machine;
+`@pytest.mark.parametrize("backend", ["cpu"], indirect=True)` chooses one.
+Needs pytest.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from mla_fx import backends
+from mla_fx.backends import Backend
+from mla_fx.effects import Program
+
+#: What the fixture runs: a backend's name, with "-adversary" for the hostile machine.
+CHOICES = ("reference", "cpu", "cpu-adversary")
+
+
+@pytest.fixture(params=CHOICES)
+def backend(request: pytest.FixtureRequest) -> Callable[..., Backend]:
+    """A maker of backends: `backend(ranks=4)`, and `backend(ranks=4, seed=7)` for another interleaving."""
+    name, _, hostile = request.param.partition("-")
+
+    def make(*, ranks: int = 1, seed: int = 0) -> Backend:
+        return backends.get(name, ranks=ranks, adversary=seed if hostile else None)
+
+    return make
+
+
+def assert_runs_alike(
+    program: Program, *arguments: Any, ranks: int, seeds: int = 8, rtol: float = 1e-2, atol: float = 1e-2
+) -> None:
+    """Run one step on `reference`, `cpu` and the hostile machine, and compare all outputs.
+
+    `cpu` must agree with `reference` within the tolerances, and the hostile
+    machine with `cpu` bit for bit under each of `seeds` seeds.  The arguments
+    are those of the compiled program, in the program's dtype; they are copied,
+    so states stay as they are.  Raises `AssertionError`.
+    """
+
+    def outputs(chosen: Backend) -> list[Any]:
+        results = chosen.compile(program)(*chosen.put(arguments, copy=True))
+        return pytree.tree_leaves(results)
+
+    plain, exact = outputs(backends.get("cpu", ranks=ranks)), outputs(backends.get("reference", ranks=ranks))
+    for ours, right in zip(plain, exact, strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=rtol, atol=atol, equal_nan=True)
+    for seed in range(seeds):
+        for ours, hostile in zip(plain, outputs(backends.get("cpu", ranks=ranks, adversary=seed)), strict=True):
+            same = torch.equal(ours.nan_to_num(), hostile.nan_to_num()) and torch.equal(ours.isnan(), hostile.isnan())
+            assert same, f"under seed {seed} the result differs: the program has a race that the law missed"

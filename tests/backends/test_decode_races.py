@@ -1,0 +1,138 @@
+"""The decode step on the hostile machine: right under every seed, and each Record, Wait and Keep is needed.
+
+The toy programs of `tests/effects/test_law_teeth.py` show it for random
+computations; here are the real operators, in one layer and in a stack.
+"""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from mla_fx import (
+    absorb_query,
+    all_reduce,
+    all_to_all,
+    attention_step,
+    backends,
+    combine,
+    current_attention,
+    gather_heads,
+    history_attention,
+    linear,
+    orchestrations,
+    rms_norm,
+    rope,
+    rope_angles,
+    v_up,
+    write_cache,
+)
+from mla_fx.decode import query
+from mla_fx.effects import MAIN, Call, Keep, Program, Record, Step, Wait, check, ops, schedule, violations
+from tests.setups import Setup
+
+
+def keys_aside(call: Call) -> str:
+    """Four streams: keys and their cache write, current attention, exchange, and the rest."""
+    match call.op:
+        case ops.CurrentAttention():
+            return "side"
+        case ops.AllToAll() | ops.GatherHeads() | ops.AllReduce():
+            return "comm"
+        case ops.WriteCache():
+            return "keys"
+    return "keys" if any(value.name == "kv" for value in call.operands) else MAIN
+
+
+def write_aside(call: Call) -> str:
+    """The cache write off the way of everything else."""
+    return "keys" if isinstance(call.op, ops.WriteCache) else MAIN
+
+
+def late_write(setup: Setup) -> Step:
+    """A layer composed otherwise: history reads the version before this step's write, which nobody waits for."""
+    config, shape = setup.config, setup.shape
+    step = attention_step(config, shape)
+    params, cache, x, batch = (step.arguments[name] for name in ("params", "cache", "hidden", "batch"))
+    angles = rope_angles(batch.positions, x, config=config)
+    q = query(x, params.query, epsilon=1e-6)
+    q_latent, q_rope = absorb_query(q, params.w_uk, rope=config.qk_rope_head_dim), rope(q, *angles, heads=4)
+    kv = linear(x, params.kv_a_proj)
+    latent, k_rope = rms_norm(kv, params.kv_a_layernorm, epsilon=1e-6), rope(kv, *angles)
+    written = write_cache(cache, latent, k_rope, batch.slots)
+    lengths, scale = (batch.query_lengths, batch.history_lengths), config.softmax_scale
+    cur, cur_lse = current_attention(q_latent, q_rope, latent, k_rope, batch.query_lengths, scale=scale)
+    everybody = gather_heads(q_latent, q_rope, ranks=setup.ranks)
+    hist, hist_lse = history_attention(*everybody, cache, batch.block_table, *lengths, scale=scale)
+    attn = combine(all_to_all(hist, hist_lse, ranks=setup.ranks), cur, cur_lse)
+    return Step("late_write", step.arguments, (all_reduce(linear(v_up(attn, params.w_uv), params.o_proj)), written))
+
+
+ORCHESTRATIONS = {**orchestrations.NAMED, "keys-aside": keys_aside}
+ONE, STACK = Setup(), Setup(layers=2)
+
+
+def outputs(setup: Setup, program: Program, seed: int | None) -> list[torch.Tensor]:
+    backend = backends.get("cpu", ranks=setup.ranks, adversary=seed)
+    return pytree.tree_leaves(backend.compile(program, unchecked=True)(*setup.arguments()))
+
+
+def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))  # NaN is not equal to itself
+
+
+@pytest.mark.parametrize("mode", ["minimal", "conservative"])
+@pytest.mark.parametrize("name", ORCHESTRATIONS)
+@pytest.mark.parametrize("setup", [ONE, STACK, Setup(replicate_query=True), Setup(ranks=4)], ids=str)
+def test_every_seed_gives_the_serial_bits(setup, name, mode):
+    expected = outputs(setup, schedule(setup.step, orchestrations.serial), None)
+    assert not any(t.isnan().any() for t in expected)
+    program = schedule(setup.step, ORCHESTRATIONS[name], mode=mode)
+    check(program)
+    for seed in range(12):
+        assert equal(outputs(setup, program, seed), expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", ["exchange-aside", "attention-aside", "keys-aside"])
+@pytest.mark.parametrize("setup", [ONE, STACK], ids=["layer", "stack"])
+def test_nothing_can_be_left_out(setup, name):
+    nothing_can_be_left_out(setup, schedule(setup.step, ORCHESTRATIONS[name]))
+
+
+def test_nothing_can_be_left_out_where_memory_is_kept():
+    """Main goes on while the write reads the new rows, so these are kept, and their keeping is needed."""
+    program = schedule(late_write(ONE), write_aside)
+    (written,) = [launch for launch in program.launches if isinstance(launch.op, ops.WriteCache)]
+    kept = [effect for effect in program.effects if isinstance(effect, Keep)]
+    assert sorted(kept, key=str) == sorted([Keep(name, "keys") for name in written.operands[2:4]], key=str)
+    nothing_can_be_left_out(ONE, program)
+
+
+def nothing_can_be_left_out(setup: Setup, program: Program) -> None:
+    expected = outputs(setup, program, None)
+    for index, effect in enumerate(program.effects):
+        if isinstance(effect, Record | Wait | Keep):
+            less = program.without(index)
+            missing = [v for v in violations(less) if v.order]
+            assert missing and all(" -> " in v.message for v in missing), effect
+            seeds = (seed for seed in range(300) if not equal(outputs(setup, less, seed), expected))
+            assert next(seeds, None) is not None, f"without '{effect}' no seed went wrong"
+
+
+def test_a_workspace_without_its_wait_is_torn():
+    """The only order that attention-aside needs beside the join is over scratch: no data goes from history to current."""
+    program = schedule(ONE.step, orchestrations.attention_aside)
+    (at,) = [k for k, e in enumerate(program.effects) if isinstance(e, Wait) and e.why == "workspace"]
+    assert any("share the workspace" in v.message for v in violations(program.without(at)))
+
+
+def test_caches_are_updated_in_place_under_any_interleaving():
+    program = schedule(ONE.step, orchestrations.attention_aside)
+    plain, hostile = ONE.arguments(), ONE.arguments()
+    for arguments, seed in ((plain, None), (hostile, 5)):
+        _, caches = backends.get("cpu", ranks=2, adversary=seed).compile(program)(*arguments)
+        for mine, given in zip(caches, arguments[1], strict=True):
+            assert mine.latent is given.latent and mine.rope is given.rope
+    before = ONE.caches()
+    for rank in range(2):
+        assert torch.equal(plain[1][rank].latent, hostile[1][rank].latent)
+        assert not torch.equal(plain[1][rank].latent, before[rank].latent)

@@ -1,0 +1,15 @@
+"""Which tests run: soak and packaging tests only where they are asked for."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long random runs")
+    parser.addoption("--packaging", action="store_true", help="build and install the package in several ways")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [kind for kind in ("soak", "packaging") if not config.getoption(f"--{kind}")]
+    chosen = [item for item in items if not any(item.get_closest_marker(kind) for kind in left_out)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen

@@ -1,0 +1,33 @@
+"""`ops.GatherHeads`: the queries of all heads, on every rank."""
+
+import pytest
+import torch
+
+from mla_fx.effects import Aval, ShapeError, ops
+from tests.ops.conftest import strided
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+def test_heads_in_rank_order(rules, rng, ranks, tokens, layout):
+    own = 2
+    queries = [(rules.random(rng, tokens, own, 5), rules.random(rng, tokens, own, 3)) for _ in range(ranks)]
+    results = rules.group(ops.GatherHeads(ranks), [(layout(q), layout(r)) for q, r in queries])
+    for got in results:
+        for rank in range(ranks):
+            for t in range(tokens):
+                for n in range(own):
+                    for part in range(2):
+                        assert torch.equal(got[part][t, rank * own + n], queries[rank][part][t, n])
+
+
+def test_shapes():
+    q_latent, q_rope = Aval((4, 16, 512), "bf16"), Aval((4, 16, 64), "bf16")
+    assert ops.GatherHeads(4).infer(q_latent, q_rope) == (Aval((4, 64, 512), "bf16"), Aval((4, 64, 64), "bf16"))
+    with pytest.raises(ShapeError, match=r"gather_heads: axis N .* 16 in q_latent, 8 in q_rope"):
+        ops.GatherHeads(4).infer(q_latent, Aval((4, 8, 64), "bf16"))
+    with pytest.raises(ShapeError, match=r"gather_heads: q_rope must have the dtype of q_latent, bf16: got fp16"):
+        ops.GatherHeads(4).infer(q_latent, Aval((4, 16, 64), "fp16"))
+    with pytest.raises(ShapeError, match=r"gather_heads: ranks must be at least 1: got 0"):
+        ops.GatherHeads(0).infer(q_latent, q_rope)

@@ -1,0 +1,26 @@
+"""`ops.LocalHeads`: a rank's own heads."""
+
+import pytest
+import torch
+
+from mla_fx.effects import Aval, ShapeError, ops
+from tests.ops.conftest import strided
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+def test_own_heads(rules, rng, ranks, tokens, layout):
+    q = rules.random(rng, tokens, 6, 5)
+    for rank in range(ranks):
+        (got,) = rules(ops.LocalHeads(ranks), layout(q), rank=rank)
+        for n in range(6 // ranks):
+            assert torch.equal(got[:, n], q[:, rank * (6 // ranks) + n])
+
+
+def test_shapes():
+    assert ops.LocalHeads(4).infer(Aval((3, 16, 512), "bf16")) == (Aval((3, 4, 512), "bf16"),)
+    with pytest.raises(ShapeError, match=r"local_heads: axis H of q must be a multiple of the ranks, 3: got 16"):
+        ops.LocalHeads(3).infer(Aval((3, 16, 512), "bf16"))
+    with pytest.raises(ShapeError, match=r"local_heads: q must be bf16 or .*: got int64"):
+        ops.LocalHeads(4).infer(Aval((3, 16, 512), "int64"))

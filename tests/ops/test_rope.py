@@ -1,0 +1,82 @@
+"""`ops.Rope`: rotate the end of every head."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mla_fx.effects import Aval, ShapeError, ops
+from tests.ops.conftest import exact, strided
+
+
+def oracle(x, cos, sin, heads):
+    """Every pair as a complex number, turned by its angle."""
+    tokens, half = cos.shape
+    rows = x.reshape(tokens, heads or 1, x.shape[1] // (heads or 1))
+    out = np.zeros((tokens, heads or 1, 2 * half))
+    for t in range(tokens):
+        for h, row in enumerate(rows[t]):
+            pairs = row[len(row) - 2 * half :]
+            for i in range(half):
+                turned = complex(pairs[2 * i], pairs[2 * i + 1]) * complex(cos[t, i], sin[t, i])
+                out[t, h, i], out[t, h, half + i] = turned.real, turned.imag
+    return out if heads is not None else out[:, 0]
+
+
+def angles(rules, rng, tokens, half):
+    turn = rng.uniform(0, 2 * math.pi, (tokens, half))
+    return rules.tensor(np.cos(turn), rules.wide), rules.tensor(np.sin(turn), rules.wide)
+
+
+@pytest.mark.parametrize("heads", [None, 1, 3])
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+@pytest.mark.parametrize("nope", [0, 5])
+def test_rope(rules, rng, tokens, heads, nope):
+    x = rules.random(rng, tokens, (heads or 1) * (nope + 6))
+    x.view(tokens, heads or 1, nope + 6)[..., :nope] = math.nan  # not read
+    cos, sin = angles(rules, rng, tokens, 3)
+    (got,) = rules(ops.Rope(heads), x, cos, sin)
+    rules.close(got, oracle(exact(x), exact(cos), exact(sin), heads))
+
+
+def test_row_of_the_contract(rules):
+    """Position 3, four features, theta 10000; pairs leave de-interleaved."""
+    turn = [[3.0, 3.0 * 10000**-0.5]]
+    x, cos, sin = rules.tensor([[1.0, 2, 3, 4]]), rules.tensor(np.cos(turn), rules.wide), rules.tensor(np.sin(turn), rules.wide)
+    (got,) = rules(ops.Rope(None), x, cos, sin)
+    np.testing.assert_allclose(exact(got)[0], [-1.2722, 2.8787, -1.8389, 4.0882], rtol=2**-8 if x.element_size() == 2 else 4e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_computed_in_the_dtype_of_the_angles(rules, rng, dtype):
+    """Whatever `x` is in: its result is the rounded result of its values in that dtype."""
+    x = rules.random(rng, 3, 8)
+    turn = torch.as_tensor(rng.uniform(0, 6, (3, 4))).to(dtype)
+    (got,) = rules(ops.Rope(2), x, turn.cos()[:, :2], turn.sin()[:, :2])
+    (wide,) = rules(ops.Rope(2), x.to(dtype), turn.cos()[:, :2], turn.sin()[:, :2])
+    assert torch.equal(got, wide.to(x.dtype))
+
+
+def test_strided_operands(rules, rng):
+    x, (cos, sin) = rules.random(rng, 3, 16), angles(rules, rng, 3, 3)
+    (got,) = rules(ops.Rope(2), strided(x), strided(cos), strided(sin))
+    rules.close(got, oracle(exact(x), exact(cos), exact(sin), 2))
+
+
+def test_shapes():
+    cos = Aval((4, 32), "fp32")
+    assert ops.Rope(16).infer(Aval((4, 16 * 192), "bf16"), cos, cos) == (Aval((4, 16, 64), "bf16"),)
+    assert ops.Rope(None).infer(Aval((4, 576), "bf16"), cos, cos) == (Aval((4, 64), "bf16"),)
+    with pytest.raises(ShapeError, match=r"rope: axis T .* 3 in x, 4 in cos"):
+        ops.Rope(None).infer(Aval((3, 576), "bf16"), cos, cos)
+    with pytest.raises(ShapeError, match=r"rope: axis half .* 32 in cos, 16 in sin"):
+        ops.Rope(None).infer(Aval((4, 576), "bf16"), cos, Aval((4, 16), "fp32"))
+    with pytest.raises(ShapeError, match=r"rope: axis 1 of x must be 5 heads of at least R = 64 features: got 576"):
+        ops.Rope(5).infer(Aval((4, 576), "bf16"), cos, cos)
+    with pytest.raises(ShapeError, match=r"rope: axis 1 of x must be 16 heads of at least R = 64 features: got 576"):
+        ops.Rope(16).infer(Aval((4, 576), "bf16"), cos, cos)
+    with pytest.raises(ShapeError, match=r"rope: sin must have the dtype of cos, fp32: got fp64"):
+        ops.Rope(None).infer(Aval((4, 576), "bf16"), cos, Aval((4, 32), "fp64"))
+    with pytest.raises(ShapeError, match=r"rope: x must be bf16 or .*: got int32"):
+        ops.Rope(None).infer(Aval((4, 576), "int32"), cos, cos)

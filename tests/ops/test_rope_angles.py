@@ -1,0 +1,46 @@
+"""`ops.RopeAngles`: cosine and sine of the rotary angles."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mla_fx.effects import Aval, ShapeError, ops
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1.25])
+@pytest.mark.parametrize("positions", [[0, 1, 3, 4095], [163839, 10**6], []])
+def test_angles(rules, positions, magnitude):
+    frequencies = (1.0, 0.0390069, 3.3338e-6)
+    like = rules.tensor(np.zeros((len(positions), 5)))
+    op = ops.RopeAngles(frequencies, magnitude)
+    cos, sin = rules(op, torch.tensor(positions, dtype=torch.int64), like)
+    assert cos.dtype == sin.dtype == rules.wide
+    want = np.array([[p * f for f in frequencies] for p in positions]).reshape(-1, 3)
+    # One rounding of the result, wherever the position is: an angle rounded to float32 would be off by more.
+    tolerance = 1e-12 if rules.wide == torch.float64 else 1e-7
+    np.testing.assert_allclose(cos.numpy(), magnitude * np.vectorize(math.cos, otypes=[float])(want), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(sin.numpy(), magnitude * np.vectorize(math.sin, otypes=[float])(want), rtol=0, atol=tolerance)
+
+
+def test_only_the_dtype_of_like_is_looked_at(rules):
+    like = rules.tensor(np.full((2, 3), np.nan))
+    cos, _ = rules(ops.RopeAngles((1.0,), 1.0), torch.tensor([0, 0]), like)
+    assert cos.tolist() == [[1.0], [1.0]]
+
+
+def test_strided_positions(rules):
+    positions = torch.tensor([[5, 9], [6, 9], [7, 9]])[:, 0]
+    cos, _ = rules(ops.RopeAngles((0.5,), 1.0), positions, rules.tensor(np.zeros((3, 1))))
+    np.testing.assert_allclose(cos[:, 0].numpy(), [math.cos(p / 2) for p in (5, 6, 7)], atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "angles"), [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
+def test_shapes(dtype, angles):
+    op = ops.RopeAngles((1.0, 0.1), 1.0)
+    assert op.infer(Aval((4,), "int64"), Aval((4, 8), dtype)) == (Aval((4, 2), angles),) * 2
+    with pytest.raises(ShapeError, match=r"rope_angles: axis T .* 4 in positions, 3 in like"):
+        op.infer(Aval((4,), "int64"), Aval((3, 8), dtype))
+    with pytest.raises(ShapeError, match=r"rope_angles: positions must be int64: got int32"):
+        op.infer(Aval((4,), "int32"), Aval((4, 8), dtype))

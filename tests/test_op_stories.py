@@ -1,0 +1,51 @@
+"""One op, one stem: descriptor, a rule in each backend, a test; `git ls-files '*combine*'` is the index of combine."""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import attrs
+import pytest
+
+from mla_fx.backends import cpu, reference
+from mla_fx.effects import ops
+from mla_fx.effects.op import stem
+
+ROOT = Path(__file__).parents[1]
+PLACES = ("effects/ops/{}.py", "backends/reference/{}.py", "backends/cpu/{}.py", "tests/ops/test_{}.py")
+each_op = pytest.mark.parametrize("op", ops.ALL, ids=stem)
+
+
+@each_op
+@pytest.mark.parametrize("place", PLACES)
+def test_story_is_whole(op, place):
+    assert (ROOT / place.format(stem(op))).is_file()
+
+
+@pytest.mark.parametrize("folder", ["effects/ops", "backends/reference", "backends/cpu"])
+def test_no_file_is_without_an_op(folder):
+    assert {p.stem for p in (ROOT / folder).glob("*.py")} - {"__init__"} == set(map(stem, ops.ALL))
+
+
+@pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+def test_every_op_has_a_rule(backend):
+    assert set(backend.RULES) == set(ops.ALL)
+
+
+@each_op
+@pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+def test_rule_takes_operands_by_position_and_parameters_by_keyword(op, backend):
+    signature = inspect.signature(backend.RULES[op])
+    kinds = {name: p.kind for name, p in signature.parameters.items()}
+    positional = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    keywords = {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY}
+    assert keywords == {a.name for a in attrs.fields(op)} | ({"rank"} if op.needs_rank else set())
+    assert len(positional) == (1 if op.communicates else len(op.operands))
+    assert op.communicates or tuple(positional) == op.operands
+
+
+@each_op
+def test_formula_stands_first(op):
+    module = importlib.import_module(op.__module__)
+    assert module.__doc__ and "=" in module.__doc__
+    assert op.__doc__ and "->" in op.__doc__ or stem(op) == "write_cache"
