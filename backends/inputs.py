@@ -67,9 +67,11 @@ def loader(program: Program, ranks: int) -> Load:
     for number, (rule, launch) in enumerate(_value_rules(program)):
         scope[f"r{number}"] = rule
         for rank in range(ranks):
-            host = {n: by_rank[s, rank] + ("" if aval.dtype == "host" else ".numpy(force=True)") for n, s, aval in launch}
+            host = {n: by_rank[s, rank] + ("" if aval.dtype == "host" else ".numpy()") for n, s, aval in launch}
             values = [f"{name!r}: {leaf}" for name, leaf in host.items()]
-            lines.append(f"    r{number}({rank}, {{{', '.join(values)}}})")
+            # What the ranks share, as they do lengths and tables, is looked at once.
+            news = [f"{by_rank[s, rank]} is not {by_rank[s, 0]}" for _, s, _ in launch] if rank else ["True"]
+            lines.append(f"    if {' or '.join(news)}: r{number}({rank}, {{{', '.join(values)}}})")
     for name in states:
         shared = [by_rank[name, rank] for rank in range(ranks)]
         lines.append(f"    apart({name!r}, {', '.join(shared)})")

@@ -31,4 +31,5 @@ def unpack(payload: torch.Tensor, *, latent: int) -> tuple[torch.Tensor, torch.T
     """The output, a view [..., L], and the LSE [...], float32 (float64 beside float64)."""
     wide = torch.float64 if payload.dtype == torch.float64 else torch.float32
     lanes = payload.view(_BITS[payload.dtype])[..., latent:]
-    return payload[..., :latent], lanes.contiguous().view(wide).squeeze(-1)
+    # A copy even of lanes that lie together: they may start at an odd lane, where no wide view can start.
+    return payload[..., :latent], lanes.clone(memory_format=torch.contiguous_format).view(wide).squeeze(-1)

@@ -96,8 +96,9 @@ class HistoryAttention(Op):
                 f"history_lengths: each must be in 0..{columns * size} ({columns} columns of block_table, {size} a block): "
                 f"got {lengths}"
             )
-        reached = table[:, : -(-longest // size)]
-        if reached.size and (reached.min() < 0 or reached.max() >= blocks):
+        # Read as unsigned, a negative id is a huge one: a single reduction decides.
+        reached = table[:, : -(-longest // size)].view("uint32")
+        if reached.size and reached.max() >= blocks:
             self._refuse_blocks(table, lengths, blocks, size)
 
     def _refuse_blocks(self, table: Any, lengths: tuple[int, ...], blocks: int, size: int) -> None:

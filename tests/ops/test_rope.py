@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from mla_fx.backends import cpu
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from tests.ops.conftest import Rules, exact, strided
 
 
 def oracle(x, cos, sin, heads):
@@ -48,14 +49,16 @@ def test_row_of_the_contract(rules):
     np.testing.assert_allclose(exact(got)[0], [-1.2722, 2.8787, -1.8389, 4.0882], rtol=2**-8 if x.element_size() == 2 else 4e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_computed_in_the_dtype_of_the_angles(rules, rng, dtype):
-    """Whatever `x` is in: its result is the rounded result of its values in that dtype."""
-    x = rules.random(rng, 3, 8)
-    turn = torch.as_tensor(rng.uniform(0, 6, (3, 4))).to(dtype)
-    (got,) = rules(ops.Rope(2), x, turn.cos()[:, :2], turn.sin()[:, :2])
-    (wide,) = rules(ops.Rope(2), x.to(dtype), turn.cos()[:, :2], turn.sin()[:, :2])
-    assert torch.equal(got, wide.to(x.dtype))
+@pytest.mark.parametrize("angles_in", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_computed_in_the_dtype_of_the_angles(rng, dtype, angles_in):
+    """Whatever `x` is in: the result is that of its values in the dtype of the angles, rounded."""
+    x = torch.as_tensor(rng.standard_normal((3, 8))).to(dtype)
+    turn = torch.as_tensor(rng.uniform(0, 6, (3, 2))).to(angles_in)
+    rules = Rules(cpu, dtype)
+    (got,) = rules(ops.Rope(2), x, turn.cos(), turn.sin())
+    (wide,) = rules(ops.Rope(2), x.to(angles_in), turn.cos(), turn.sin())
+    assert torch.equal(got, wide.to(dtype))
 
 
 def test_strided_operands(rules, rng):

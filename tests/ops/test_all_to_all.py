@@ -1,0 +1,84 @@
+"""`ops.AllToAll`: partials by heads, the LSE bit for bit beside them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mla_fx.backends import cpu
+from mla_fx.effects import Aval, ShapeError, ops
+from tests.ops.conftest import DTYPES, Rules, strided
+from tests.oracles import lse_lanes
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def integers(tensor):
+    """The bits, so that NaN equals NaN and -0 is not 0."""
+    return tensor.contiguous().view(BITS[tensor.element_size()])
+
+
+def verify(rules, given, ranks, layout=torch.clone):
+    results = rules.group(ops.AllToAll(ranks), [(layout(out), layout(lse)) for out, lse in given])
+    tokens, heads, latent = given[0][0].shape
+    own = heads // ranks
+    for r, (recv,) in enumerate(results):
+        for s, (out, lse) in enumerate(given):
+            lanes = lse_lanes(lse, out.dtype)
+            for t in range(tokens):
+                for n in range(own):
+                    row = integers(recv[s, t, n])
+                    assert torch.equal(row[:latent], integers(out[t, r * own + n]))
+                    assert torch.equal(row[latent:], lanes[t, r * own + n].to(row.dtype))
+
+
+@pytest.mark.parametrize(("ranks", "own", "tokens"), [(1, 2, 3), (2, 2, 2), (4, 1, 1), (2, 3, 0), (3, 2, 5)])
+@pytest.mark.parametrize("latent", [1, 5, 8])
+@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+def test_every_row_arrives(rules, rng, ranks, own, tokens, latent, layout):
+    shape = (tokens, ranks * own)
+    given = [(rules.random(rng, *shape, latent), rules.random(rng, *shape, dtype=rules.wide)) for _ in range(ranks)]
+    verify(rules, given, ranks, layout)
+
+
+NASTY = [65504.0, 65536.25, -7e4, 70000.25, 3e38, 1e-30, -1e-45, 0.0, -0.0, math.inf, -math.inf, math.nan]
+
+
+def test_lse_of_any_size_crosses_bit_for_bit(rules):
+    lse = torch.tensor(NASTY, dtype=rules.wide).view(3, 4)
+    verify(rules, [(rules.tensor(np.zeros((3, 4, 2))), lse), (rules.tensor(np.ones((3, 4, 2))), lse.flip(0))], 2)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+def test_any_bit_pattern_crosses(rng, dtype):
+    """Quiet and signalling NaN with payloads, subnormals: whatever the bits, in the output as in the LSE."""
+    rules = Rules(cpu, DTYPES[dtype])
+    kind, wide = (np.dtype(f"i{t.itemsize}") for t in (rules.dtype, rules.wide))
+    bits = [torch.as_tensor(rng.integers(np.iinfo(k).min, np.iinfo(k).max, n, dtype=k)) for k, n in ((kind, 160), (wide, 32))]
+    signalling = {torch.float32: 0x7F800001, torch.float64: 0x7FF0000000000001}[rules.wide]
+    bits[1][0] = signalling
+    out, lse = bits[0].view(rules.dtype).view(8, 4, 5), bits[1].view(rules.wide).view(8, 4)
+    verify(rules, [(out, lse), (out.flip(0), lse.flip(0))], 2)
+
+
+def test_empty_shard(rules):
+    """What its output holds travels along; only the LSE says that it counts for nothing."""
+    out, lse = rules.tensor(np.full((1, 2, 3), math.nan)), torch.full((1, 2), -math.inf, dtype=rules.wide)
+    verify(rules, [(out, lse), (torch.zeros_like(out), torch.zeros_like(lse))], 2)
+
+
+@pytest.mark.parametrize(("dtype", "lse", "lanes"), [("bf16", "fp32", 2), ("fp16", "fp32", 2), ("fp32", "fp32", 1), ("fp64", "fp64", 1)])
+def test_shapes(dtype, lse, lanes):
+    op = ops.AllToAll(4)
+    out = Aval((3, 16, 512), dtype)
+    assert op.infer(out, Aval((3, 16), lse)) == (Aval((4, 3, 4, 512 + lanes), dtype),)
+    with pytest.raises(ShapeError, match=r"all_to_all: axis H .* 16 in out, 15 in lse"):
+        op.infer(out, Aval((3, 15), lse))
+    with pytest.raises(ShapeError, match=r"all_to_all: axis T .* 3 in out, 2 in lse"):
+        op.infer(out, Aval((2, 16), lse))
+    with pytest.raises(ShapeError, match=r"all_to_all: axis H of out must be a multiple of the ranks, 3: got 16"):
+        ops.AllToAll(3).infer(out, Aval((3, 16), lse))
+    wrong = "fp64" if lse == "fp32" else "fp32"
+    with pytest.raises(ShapeError, match=rf"all_to_all: lse must be {lse}: got {wrong}"):
+        op.infer(out, Aval((3, 16), wrong))
