@@ -281,7 +281,8 @@ class _Run:
                 tensor.copy_(results[k])
 
     def compute(self, task: _Task) -> Sequence[torch.Tensor] | None:
-        return self.call(self.machine.rules[task.index][task.rank], *task.operands)
+        results: Sequence[torch.Tensor] | None = self.call(self.machine.rules[task.index][task.rank], *task.operands)
+        return results
 
     def exchange(self, task: _Task) -> Sequence[torch.Tensor] | None:
         """The first rank to end computes for all; a pair of different collectives is garbage for all."""

@@ -160,7 +160,8 @@ class _Checker:
             if block is None:
                 continue
             if block.newest != name:
-                self.breach(2, f"{use} takes {name}, which {block.newest} has replaced", block.writer and block.writer.launch, launch)
+                writer = block.writer.launch if block.writer else None
+                self.breach(2, f"{use} takes {name}, which {block.newest} has replaced", writer, launch)
             producer = self.producer.get(name)
             if producer is None:
                 if use.seen.get(MAIN, 0) < 1:
@@ -189,8 +190,8 @@ class _Checker:
     def scratch(self, launch: Launch, use: _Use) -> None:
         """Rules 2 and 6: workspaces and groups have one user at a time."""
         group = launch.op.communicates
-        rules = [(2, name, f"the workspace {name}") for name in launch.op.uses]
-        rules += [(6, group, f"the group {group}")] if group else []
+        rules = [(2, name, f"scratch {name!r}") for name in launch.op.uses]
+        rules += [(6, group, f"group {group!r}")] if group else []
         for rule, name, what in rules:
             previous = self.shared.get(name)
             if previous is not None and not previous.before(use):

@@ -162,13 +162,6 @@ class Program:
     def __iter__(self) -> Iterator[Effect]:
         return iter(self.effects)
 
-    def stream_of(self, effect: Effect) -> str:
-        """The stream on whose line an effect is shown: its own; for a drop, the home of the value."""
-        return self.home().get(effect.value, MAIN) if isinstance(effect, Drop) else effect.stream
-
-    def __iter__(self) -> Iterator[Effect]:
-        return iter(self.effects)
-
     def __str__(self) -> str:
         head = f"{self.name}    orchestration {self.orchestration}" if self.orchestration else self.name
         home = self.home()

@@ -145,8 +145,8 @@ def _issue_order(outputs: list[Value]) -> list[Call]:
     for version, writer in writers.items():
         after[writer] |= {reader for reader in readers[version] if reader is not writer}
     for value in outputs:
-        if (writer := writers.get(_key(value))) is not None:
-            raise ScheduleError(f"output {value.name} is a version of a state that {writer!r} replaces")
+        if (replacing := writers.get(_key(value))) is not None:
+            raise ScheduleError(f"output {value.name} is a version of a state that {replacing!r} replaces")
     return _topological(after)
 
 

@@ -5,7 +5,7 @@ batch of its shape.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -13,18 +13,27 @@ from mla_fx.effects import InputError
 from mla_fx.sharding import Sharding, positions_of
 
 
-class Batch(NamedTuple):
+#: Leaves on the device and on the host: tensors and tuples of lengths; `Value` or `Aval` while a step is described.
+Leaf = TypeVar("Leaf")
+Lengths = TypeVar("Lengths")
+
+
+class Batch(NamedTuple, Generic[Leaf, Lengths]):
     """One rank's view of the requests of a step, padded to T tokens and B requests.
 
     `positions` int64 [T], `slots` int64 [T] (-1: not this rank's), `block_table` int32 [B, M],
     `query_lengths` B host integers, `history_lengths` B host integers (of this rank's shard).
     """
 
-    positions: torch.Tensor
-    slots: torch.Tensor
-    block_table: torch.Tensor
-    query_lengths: tuple[int, ...]
-    history_lengths: tuple[int, ...]
+    positions: Leaf
+    slots: Leaf
+    block_table: Leaf
+    query_lengths: Lengths
+    history_lengths: Lengths
+
+
+#: A batch that can be run.
+Planned = Batch[torch.Tensor, tuple[int, ...]]
 
 
 def plan_batch(
@@ -37,7 +46,7 @@ def plan_batch(
     tokens: int,
     requests: int,
     table_width: int,
-) -> list[Batch]:
+) -> list[Planned]:
     """The batches of all ranks for one step.
 
     `history[b]` tokens of request b are in the cache already, `query[b]` are

@@ -48,7 +48,7 @@ def mla_attention(
     params: AttentionParams[Value],
     cache: Cache[Value],
     angles: tuple[Value, Value],
-    batch: Batch,
+    batch: Batch[Value, Value],
     *,
     config: MlaConfig,
     shape: StepShape,
@@ -174,9 +174,9 @@ def cache_avals(config: MlaConfig, shape: StepShape) -> Cache[Aval]:
     return Cache(Aval((*rows, config.kv_lora_rank), shape.dtype), Aval((*rows, config.qk_rope_head_dim), shape.dtype))
 
 
-def batch_avals(shape: StepShape) -> Batch:
+def batch_avals(shape: StepShape) -> Batch[Aval, Aval]:
     """Shapes of what changes at every step."""
-    return Batch(  # type: ignore[arg-type]  # a Batch of avals: the tree of the inputs, not a batch
+    return Batch(
         positions=Aval((shape.tokens,), "int64"),
         slots=Aval((shape.tokens,), "int64"),
         block_table=Aval((shape.requests, shape.table_width), "int32"),

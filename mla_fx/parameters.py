@@ -9,6 +9,7 @@ keys and V rows that expand it to values:
 so that q_nope . (w_uk c) = (q_nope w_uk) . c, and sum_j p_j (w_uv^T c_j) = w_uv^T sum_j p_j c_j.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -88,7 +89,8 @@ def shard_attention(
     kv_b = full.kv_b_proj.view(config.num_attention_heads, nope + value, config.kv_lora_rank)
 
     def rows(weight: torch.Tensor) -> torch.Tensor:
-        return weight.view(config.num_attention_heads, config.qk_head_dim, -1)[asked].flatten(0, 1).contiguous()
+        heads = weight.view(config.num_attention_heads, config.qk_head_dim, weight.shape[1])
+        return heads[asked].reshape(-1, weight.shape[1])
 
     query: QueryLora[torch.Tensor] | QueryPlain[torch.Tensor]
     if isinstance(full.query, QueryLora):
@@ -112,7 +114,7 @@ def random_attention(
     """Seeded weights with the spread of a trained model: each output feature has variance about 1."""
 
     def weight(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(dtype)
+        return (torch.randn(rows, columns, generator=generator) / math.sqrt(columns)).to(dtype)
 
     def norm(size: int) -> torch.Tensor:
         return (1 + 0.1 * torch.randn(size, generator=generator)).to(dtype)

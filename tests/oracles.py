@@ -4,6 +4,7 @@ Nothing here uses the code under test.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -52,24 +53,27 @@ def owner_by_walking(length: int, ranks: int, interleave: int) -> list[int]:
 
 
 def attend(
-    q_latent: Sequence[float], q_rope: Sequence[float], keys: Sequence[tuple[Sequence[float], Sequence[float]]], scale: float
+    q_latent: Sequence[float],
+    q_rope: Sequence[float],
+    keys: Sequence[tuple[Sequence[float], Sequence[float]]],
+    scale: float,
 ) -> tuple[list[float], float]:
-    """One token, one head, over `keys`, pairs of a latent and a rotated key: softmax-weighted latent, and LSE."""
+    """One token, one head, over `keys`, pairs of latent and rotated key: softmax-weighted latent, and LSE."""
     s = []
     for c, k_rope in keys:
-        dots = [a * b for a, b in zip(q_latent, c, strict=True)] + [a * b for a, b in zip(q_rope, k_rope, strict=True)]
-        s.append(scale * math.fsum(dots))
+        pairs = [*zip(q_latent, c, strict=True), *zip(q_rope, k_rope, strict=True)]
+        s.append(scale * math.fsum(a * b for a, b in pairs))
     if not s:
         return [0.0] * len(q_latent), -math.inf
     lse = max(s) + math.log(math.fsum(math.exp(x - max(s)) for x in s))
     weights = [math.exp(x - max(s)) for x in s]
     total = math.fsum(weights)
-    out = [math.fsum(w * c[i] for w, (c, _) in zip(weights, keys, strict=True)) / total for i in range(len(q_latent))]
-    return out, lse
+    latents = zip(*(c for c, _ in keys), strict=True)
+    return [math.fsum(map(operator.mul, weights, column)) / total for column in latents], lse
 
 
 def lse_lanes(lse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bits of `lse` [...] as integers [..., lanes] of the width of `dtype`: low half first where it takes two."""
+    """The bits of `lse` [...] as integers [..., lanes] as wide as `dtype`: low half first where it takes two."""
     if dtype in (torch.float32, torch.float64):
         return lse.clone().view(torch.int32 if dtype == torch.float32 else torch.int64).unsqueeze(-1)
     bits = lse.clone().view(torch.int32).to(torch.int64) % 2**32

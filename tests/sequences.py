@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from mla_fx import Sharding, StepShape, plan_batch
-from mla_fx.batch import Batch
+from mla_fx.batch import Planned
 from mla_fx.parameters import Cache
 from tests.oracles import owner_by_walking
 
@@ -61,7 +61,7 @@ class Sequences:
     latents: list[torch.Tensor]  # per request [S, L]
     ropes: list[torch.Tensor]  # per request [S, R]
     caches: list[Cache]  # per rank
-    batches: list[Batch]  # per rank
+    batches: list[Planned]  # per rank
 
     def new(self, rows: list[torch.Tensor]) -> torch.Tensor:
         """The new tokens' rows of all requests, padded."""

@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 
 from mla_fx import MlaConfig, Sharding, StepShape, Yarn, attention_step, decode_stack, plan_batch
-from mla_fx.batch import Batch
+from mla_fx.batch import Planned
 from mla_fx.effects import Step
 from mla_fx.parameters import Cache, LayerParams, random_attention, shard_attention
 from tests.sequences import DTYPES
@@ -89,7 +89,7 @@ class Setup:
         x = torch.randn(self.tokens, self.config.hidden_size, generator=torch.Generator().manual_seed(seed))
         return [x.to(DTYPES[self.dtype])] * self.ranks
 
-    def batches(self, history: tuple[int, ...] = (9, 5), query: tuple[int, ...] = (1, 2)) -> list[Batch]:
+    def batches(self, history: tuple[int, ...] = (9, 5), query: tuple[int, ...] = (1, 2)) -> list[Planned]:
         width = self.table_width
         return plan_batch(
             Sharding(ranks=self.ranks, interleave=self.interleave, block_size=self.block_size),

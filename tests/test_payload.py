@@ -79,5 +79,5 @@ def test_unpack_of_a_part_of_a_buffer(dtype):
     buffer[..., 1 : packed.shape[-1] + 1].copy_(packed)
     got, got_lse = unpack(buffer[..., 1 : packed.shape[-1] + 1], latent=3)
     assert torch.equal(got, torch.ones_like(got)) and torch.equal(got_lse[0], lse)
-    one, one_lse = unpack(buffer[:, :, :1, 1 : packed.shape[-1] + 1], latent=3)
+    _, one_lse = unpack(buffer[:, :, :1, 1 : packed.shape[-1] + 1], latent=3)
     assert torch.equal(one_lse[0, 0], lse[0, :1])

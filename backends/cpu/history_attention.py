@@ -51,7 +51,7 @@ def rule(
 def _attend(
     q: torch.Tensor, q_rope: torch.Tensor, tiles: Iterator[tuple[torch.Tensor, torch.Tensor]], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """z [rows, 1], m [rows, 1] and a [rows, L] after the last tile, for `q` [rows, L] and `q_rope` [rows, R]."""
+    """z [rows, 1], m [rows, 1], a [rows, L] after the last tile, for `q` [rows, L] and `q_rope` [rows, R]."""
     c, k_rope = next(tiles)
     p = _scores(q, q_rope, c, k_rope, scale)
     peak = p.amax(1, keepdim=True)

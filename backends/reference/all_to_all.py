@@ -11,5 +11,6 @@ def rule(operands: Sequence[tuple[torch.Tensor, torch.Tensor]], *, ranks: int) -
     received = []
     for r in range(ranks):
         heads = slice(r * own, (r + 1) * own)
-        received.append((torch.stack([torch.cat([out[:, heads], lse[:, heads, None]], -1) for out, lse in operands]),))
+        parts = [torch.cat([out[:, heads], lse[:, heads, None]], -1) for out, lse in operands]
+        received.append((torch.stack(parts),))
     return received

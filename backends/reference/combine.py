@@ -6,7 +6,7 @@ import torch
 
 
 def rule(recv: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor) -> tuple[torch.Tensor]:
-    """out[t, n] = sum_i w[i] * o[i] / sum_i w[i], w[i] = exp(lse[i] - max lse); a contribution of -inf is left out."""
+    """out = sum_i w[i] * o[i] / sum_i w[i] with w[i] = exp(lse[i] - m); where lse[i] = -inf, i is left out."""
     o = torch.cat([recv[..., :-1], local[None]])
     lse = torch.cat([recv[..., -1], local_lse[None]])
     unseen = lse == -math.inf

@@ -4,7 +4,7 @@ import torch
 
 
 def rule(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, heads: int | None) -> tuple[torch.Tensor]:
-    """Pairs (a, b) at the end of each head become a cos - b sin in its first half, b cos + a sin in its second."""
+    """out[t, h] = (a cos - b sin, then b cos + a sin), of the pairs (a, b) at the end of each head."""
     if heads is not None:
         x = x.reshape(len(x), heads, x.shape[1] // heads)
         cos, sin = cos[:, None], sin[:, None]

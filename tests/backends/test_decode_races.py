@@ -122,7 +122,7 @@ def test_a_workspace_without_its_wait_is_torn():
     """The only order that attention-aside needs beside the join is over scratch: no data goes from history to current."""
     program = schedule(ONE.step, orchestrations.attention_aside)
     (at,) = [k for k, e in enumerate(program.effects) if isinstance(e, Wait) and e.why == "workspace"]
-    assert any("share the workspace" in v.message for v in violations(program.without(at)))
+    assert any("share scratch 'workspace'" in v.message for v in violations(program.without(at)))
 
 
 def test_caches_are_updated_in_place_under_any_interleaving():

@@ -81,7 +81,7 @@ def shared(op, results=("a",)):
 
 def test_rule_2_workspace():
     found = one(violations(shared(Scratch)), 2)
-    assert "share the workspace workspace; missing order: scratch (a) on main -> scratch (b) on side" in found.message
+    assert "share scratch 'workspace'; missing order: scratch (a) on main -> scratch (b) on side" in found.message
     check(shared(One))
 
 
@@ -162,7 +162,7 @@ def test_rule_5_join():
 
 def test_rule_6_collectives():
     found = one(violations(shared(Exchange)), 6)
-    assert "share the group dcp; missing order: exchange (a) on main -> exchange (b) on side" in found.message
+    assert "share group 'dcp'; missing order: exchange (a) on main -> exchange (b) on side" in found.message
 
 
 def test_rule_0_form():

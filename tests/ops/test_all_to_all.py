@@ -55,7 +55,8 @@ def test_any_bit_pattern_crosses(rng, dtype):
     """Quiet and signalling NaN with payloads, subnormals: whatever the bits, in the output as in the LSE."""
     rules = Rules(cpu, DTYPES[dtype])
     kind, wide = (np.dtype(f"i{t.itemsize}") for t in (rules.dtype, rules.wide))
-    bits = [torch.as_tensor(rng.integers(np.iinfo(k).min, np.iinfo(k).max, n, dtype=k)) for k, n in ((kind, 160), (wide, 32))]
+    drawn = [rng.integers(np.iinfo(k).min, np.iinfo(k).max, n, dtype=k) for k, n in ((kind, 160), (wide, 32))]
+    bits = [torch.as_tensor(part) for part in drawn]
     signalling = {torch.float32: 0x7F800001, torch.float64: 0x7FF0000000000001}[rules.wide]
     bits[1][0] = signalling
     out, lse = bits[0].view(rules.dtype).view(8, 4, 5), bits[1].view(rules.wide).view(8, 4)
@@ -68,7 +69,9 @@ def test_empty_shard(rules):
     verify(rules, [(out, lse), (torch.zeros_like(out), torch.zeros_like(lse))], 2)
 
 
-@pytest.mark.parametrize(("dtype", "lse", "lanes"), [("bf16", "fp32", 2), ("fp16", "fp32", 2), ("fp32", "fp32", 1), ("fp64", "fp64", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "lse", "lanes"), [("bf16", "fp32", 2), ("fp16", "fp32", 2), ("fp32", "fp32", 1), ("fp64", "fp64", 1)]
+)
 def test_shapes(dtype, lse, lanes):
     op = ops.AllToAll(4)
     out = Aval((3, 16, 512), dtype)
@@ -77,7 +80,7 @@ def test_shapes(dtype, lse, lanes):
         op.infer(out, Aval((3, 15), lse))
     with pytest.raises(ShapeError, match=r"all_to_all: axis T .* 3 in out, 2 in lse"):
         op.infer(out, Aval((2, 16), lse))
-    with pytest.raises(ShapeError, match=r"all_to_all: axis H of out must be a multiple of the ranks, 3: got 16"):
+    with pytest.raises(ShapeError, match=r"all_to_all: axis H of out must be a multiple .* 3: got 16"):
         ops.AllToAll(3).infer(out, Aval((3, 16), lse))
     wrong = "fp64" if lse == "fp32" else "fp32"
     with pytest.raises(ShapeError, match=rf"all_to_all: lse must be {lse}: got {wrong}"):

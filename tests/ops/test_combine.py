@@ -62,7 +62,9 @@ def same(got, want):
     np.testing.assert_allclose(exact(got), exact(want), rtol=CLOSE[got.dtype], atol=CLOSE[got.dtype])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 2, 5), (4, 2, 1, 512), (8, 1, 16, 8), (3, 0, 2, 4), (2, 2, 2, 129)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (2, 3, 2, 5), (4, 2, 1, 512), (8, 1, 16, 8), (3, 0, 2, 4), (2, 2, 2, 129)]
+)
 @pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
 def test_combine(rules, rng, shape, layout):
     Partials(rules, rng, *shape).verify(layout)
@@ -169,7 +171,9 @@ def test_any_split_of_the_keys_is_the_whole(rules, data, keys, ranks, seed):
     np.testing.assert_allclose(exact(p.merge())[0, 0], want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "lse", "lanes"), [("bf16", "fp32", 2), ("fp16", "fp32", 2), ("fp32", "fp32", 1), ("fp64", "fp64", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "lse", "lanes"), [("bf16", "fp32", 2), ("fp16", "fp32", 2), ("fp32", "fp32", 1), ("fp64", "fp64", 1)]
+)
 def test_shapes(dtype, lse, lanes):
     op = ops.Combine()
     recv, local, local_lse = Aval((8, 4, 16, 512 + lanes), dtype), Aval((4, 16, 512), dtype), Aval((4, 16), lse)

@@ -43,7 +43,7 @@ def test_strided_operands(rules, rng):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_rounded_once(rng, dtype):
-    """Correctly rounded everywhere, but where float32 falls on the other side of a tie: one element in thousands."""
+    """Correctly rounded, but for the rare element where float32 falls on the other side of a tie."""
     x = torch.as_tensor(rng.standard_normal((16, 512))).to(dtype)
     weight = torch.as_tensor(1 + 0.3 * rng.standard_normal(512)).to(dtype)
     wide = x.double()
@@ -56,7 +56,7 @@ def test_shapes():
     op = ops.RmsNorm(1e-6)
     assert op.infer(Aval((3, 576), "bf16"), Aval((512,), "bf16")) == (Aval((3, 512), "bf16"),)
     assert op.infer(Aval((3, 8), "fp32"), Aval((8,), "fp32")) == (Aval((3, 8), "fp32"),)
-    with pytest.raises(ShapeError, match=r"rms_norm: axis F of weight must be at most axis D of x: got 9 in weight, 8 in x"):
+    with pytest.raises(ShapeError, match=r"rms_norm: axis F of weight must be at most .* 9 in weight, 8 in x"):
         op.infer(Aval((3, 8), "bf16"), Aval((9,), "bf16"))
     with pytest.raises(ShapeError, match=r"rms_norm: weight must have the dtype of x, bf16: got fp32"):
         op.infer(Aval((3, 8), "bf16"), Aval((8,), "fp32"))

@@ -1,0 +1,212 @@
+"""The command line: `mla-fx decode`, `mla-fx show`, `mla-fx check`.  An edge: it chooses backends and reads checkpoints."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mla_fx import MlaConfig, StepShape, attention_step, decode_stack, orchestrations
+from mla_fx.effects import Drop, InputError, Keep, LawError, Launch, Program, Record, ScheduleError, Wait, schedule, violations
+from mla_fx.effects.aval import FLOATS, ShapeError
+
+_DECODE = """
+Decode with MLA layers under decode context parallelism, all ranks in this process.
+
+The layers' attention comes from a DeepSeek-V3-format checkpoint directory
+(config.json and safetensors), or from a small built-in configuration with
+seeded weights.  A prompt is written to the sharded, paged caches first; then
+every step feeds the embeddings of new tokens through all layers.  The same
+tokens run on the float64 reference beside it.  At the end: tokens per second,
+and the largest deviation of the hidden states from the reference, relative to
+their root mean square.
+
+A layer here is its attention, with pre-norm and residual; the feed-forward
+part is not run, so hidden states are compared, not sampled from.
+"""
+_SHOW = """
+Print the program of an orchestration: launches with their streams, and the
+records, waits, keeps and drops derived for them, numbered.  Sizes are those of
+DeepSeek-V3 unless --model names a checkpoint directory.
+"""
+_CHECK = """
+Say whether a program is legal: the program of an orchestration, of yours
+(module:function, from call to stream), or one you wrote (--program
+module:name).  --without K leaves effect number K out, as `mla-fx show` counts
+them, to see what the law says to that.  Exit status 0: legal, 1: not.
+"""
+_EXAMPLES = {
+    "decode": [
+        "mla-fx decode --ranks 8 --interleave 128 --dtype fp16",
+        "mla-fx decode --model DIR --orchestration attention-aside --steps 100",
+        "mla-fx decode --adversary 7        the same steps, late and out of order",
+    ],
+    "show": ["mla-fx show", "mla-fx show --orchestration exchange-aside --mode conservative", "mla-fx show --layers 2"],
+    "check": ["mla-fx check --layers 61", "mla-fx check --without 19", "mla-fx check --orchestration mine:two_streams"],
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status (2: bad arguments or input, 130: stopped with Ctrl-C)."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        return status
+    except (InputError, ShapeError, ScheduleError, LawError) as error:
+        print(f"mla-fx {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nmla-fx {options.command}: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mla-fx",
+        description="MLA decode under decode context parallelism, with stream effects that are derived and checked.",
+        epilog="Each command has its own --help.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="decode | show | check")
+    decode = _command(commands, "decode", "run decode steps and compare them with the reference", _DECODE, _decode)
+    show = _command(commands, "show", "print the program of an orchestration", _SHOW, _show)
+    check = _command(commands, "check", "the verdict of the law on a program", _CHECK, _check)
+    for command in (decode, show, check):
+        _shape_options(command, small=command is decode)
+    _decode_options(decode)
+    for command in (show, check):
+        command.add_argument("--layers", type=_count, metavar="N", help="a stack of N layers instead of one layer's attention")
+        command.add_argument("--tokens", type=_count, default=4, metavar="T", help="tokens of a step (default 4)")
+    check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
+    check.add_argument("--without", type=int, metavar="K", help="leave effect number K out")
+    return parser
+
+
+def _command(commands: Any, name: str, line: str, text: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=line,
+        description=text,
+        epilog="examples:\n" + "\n".join(f"  {example}" for example in _EXAMPLES[name]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="checkpoint directory (default: built in)")
+    add("--ranks", type=_count, default=2 if small else 8, metavar="W", help="ranks of the group (default %(default)s)")
+    add("--block-size", type=_count, default=16 if small else 128, metavar="S", help="tokens a cache block (default %(default)s)")
+    add("--dtype", choices=FLOATS, default="bf16", help="dtype of weights, cache and activations (default %(default)s)")
+    add(
+        "--orchestration",
+        default="attention-aside",
+        metavar="NAME",
+        help=f"{', '.join(orchestrations.NAMED)}, or module:function of yours (default %(default)s)",
+    )
+    add("--mode", choices=("minimal", "conservative"), default="minimal", help="what is kept alive (default %(default)s)")
+    add("--replicate-query", action="store_true", help="every rank projects all heads' queries; nothing is gathered")
+
+
+def _decode_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--interleave", type=_count, default=1, metavar="I", help="positions a rank owns in a row; divides the block (default 1)")
+    add("--backend", choices=("cpu", "reference"), default="cpu", help="what runs the steps (default %(default)s)")
+    add("--requests", type=_count, default=2, metavar="B", help="requests in the batch (default %(default)s)")
+    add("--prompt", type=int, default=40, metavar="P", help="tokens in the cache before the first step (default %(default)s)")
+    add("--new-tokens", type=_count, default=1, metavar="Q", help="new tokens a request and step, as in speculative decoding (default 1)")
+    add("--steps", type=_count, default=32, metavar="N", help="decode steps (default %(default)s)")
+    add("--seed", type=int, default=0, help="of built-in weights and of the tokens (default 0)")
+    add("--adversary", type=int, metavar="SEED", help="run on the hostile machine with this seed")
+    add("--no-reference", action="store_true", help="do not run the reference beside it")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1: got {text!r}")
+    return int(text)
+
+
+def placement(name: str) -> Callable[..., str]:
+    """The orchestration called `name`, or the function at `module:function`."""
+    if name in orchestrations.NAMED:
+        return orchestrations.NAMED[name]
+    if ":" in name:
+        found: Callable[..., str] = _named(name, "--orchestration")
+        return found
+    raise InputError(f"--orchestration: must be one of {', '.join(orchestrations.NAMED)} or module:function: got {name!r}")
+
+
+def _named(path: str, option: str) -> Any:
+    """The object at `module:name`, where modules of the working directory count."""
+    module, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"{option}: must be module:name of something that can be imported: got {path!r} ({error})") from None
+
+
+def _decode(options: argparse.Namespace) -> int:
+    from mla_fx.cli_decode import decode  # torch's operators are loaded only where something runs
+
+    return decode(options, placement(options.orchestration))
+
+
+def _program(options: argparse.Namespace) -> Program:
+    if options.model:
+        from mla_fx.models import load_config
+
+        config = load_config(options.model).attention
+    else:
+        config = MlaConfig.deepseek_v3()
+    shape = StepShape(
+        ranks=options.ranks,
+        tokens=options.tokens,
+        requests=options.tokens,
+        block_size=options.block_size,
+        dtype=options.dtype,
+        replicate_query=options.replicate_query,
+    )
+    step = attention_step(config, shape) if options.layers is None else decode_stack(config, shape, layers=options.layers)
+    return schedule(step, placement(options.orchestration), mode=options.mode)
+
+
+def _show(options: argparse.Namespace) -> int:
+    program = _program(options)
+    head, *lines = str(program).splitlines()
+    width = len(str(len(program.effects)))
+    print(head)
+    for number, line in enumerate(lines):
+        print(f"{number:>{width}}  {line}" if number < len(program.effects) else f"{'':>{width}}  {line}")
+    print(f"\n{summary(program)}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    program = _named(options.program, "--program") if options.program else _program(options)
+    if not isinstance(program, Program):
+        raise InputError(f"--program: must be a Program: got {type(program).__name__}")
+    if options.without is not None:
+        if not 0 <= options.without < len(program.effects):
+            raise InputError(f"--without: must be in 0..{len(program.effects) - 1}: got {options.without}")
+        print(f"without {options.without}: {program.effects[options.without]}")
+        program = program.without(options.without)
+    found = violations(program)
+    for violation in found:
+        print(violation)
+    print(f"{f'not legal: {len(found)} violations' if found else 'legal'}: {summary(program)}")
+    return 1 if found else 0
+
+
+def summary(program: Program) -> str:
+    """How many of each effect a program has, in words."""
+    kinds = ((Launch, "launches"), (Record, "records"), (Wait, "waits"), (Keep, "keeps"), (Drop, "drops"))
+    counts = ", ".join(f"{program.count(kind)} {name}" for kind, name in kinds)
+    return f"{counts} on {len(program.streams)} streams ({', '.join(program.streams)})"
