@@ -1,19 +1,22 @@
 # Everything happens in .venv, which is made on first use; only pip's downloads leave this folder.
+# A stamp in .venv says what is installed; it is made again when pyproject.toml is newer.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --editable
 
 .PHONY: help decode test check bench soak clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 18
+	@echo '  PYTHON=/path/to/python chooses the interpreter that .venv is made with; ARGS="..." is handed on'
 
-decode: $(VENV)/.run  ## decode with all orchestrations available; ARGS="--ranks 8 --model DIR" and others go to mla-fx decode
+decode: $(VENV)/.run  ## decode and compare with the float64 reference; ARGS="--ranks 8" and others: mla-fx decode --help
 	$(BIN)/mla-fx decode $(ARGS)
 
-test: $(VENV)/.test  ## the whole test suite
+test: $(VENV)/.test  ## the whole test suite; ARGS="-k combine" and others go to pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
@@ -28,23 +31,24 @@ bench: $(VENV)/.test  ## overhead and speed, as ratios within one run
 soak: $(VENV)/.test  ## long random runs of the law and of the merged result
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak --soak $(ARGS)
 
-clean:  ## remove .venv and caches
+clean:  ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks
 
-$(VENV)/bin/python:
+# A system without python3-venv fails half-way and leaves a python without pip: remove it, so that the next try starts over.
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "mla_fx needs Python 3.11 or newer; name one with make PYTHON=/path/to/python"; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { echo "no venv: install your system's python3-venv package"; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	  { echo "mla_fx needs Python 3.11 or newer, and '$(PYTHON)' is not: name one with make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed: install venv for it (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
 
-$(VENV)/.run: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable .
+$(VENV)/.run: pyproject.toml | $(BIN)/python
+	$(INSTALL) .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(INSTALL) '.[test]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --editable '.[test,dev]'
+	$(INSTALL) '.[test,dev]'
 	@touch $@

@@ -99,7 +99,7 @@ def _run(
     table = [list(range(b * per_request, (b + 1) * per_request)) for b in range(requests)]
     worst, done = 0.0, 0
     pieces = [(n, False) for n in _chunks(options.prompt)] + [(options.new_tokens, True)] * options.steps
-    with tqdm(total=len(pieces), unit="step", desc="prompt", leave=False) as bar:
+    with tqdm(total=len(pieces), unit="step", desc="prompt", leave=False, disable=None) as bar:
         for new, decoding in pieces:
             shape = shapes[decoding]
             batches = plan_batch(

@@ -7,7 +7,6 @@ Names are those of a Hugging Face `config.json`; reading one is for
 import math
 
 from attrs import Attribute, field, frozen
-from attrs.validators import ge, gt
 
 from mla_fx.effects import InputError
 
@@ -23,20 +22,39 @@ def _even(instance: object, attribute: "Attribute[int]", value: int) -> None:
         raise InputError(f"{attribute.name}: must be even, for pairs to rotate: got {value}")
 
 
+def _at_least_one(instance: object, attribute: "Attribute[float]", value: float) -> None:
+    if not isinstance(value, int | float) or value < 1:
+        raise InputError(f"{attribute.name}: must be a number of at least 1: got {value!r}")
+
+
+def _above_zero(instance: object, attribute: "Attribute[float]", value: float) -> None:
+    if not isinstance(value, int | float) or value <= 0:
+        raise InputError(f"{attribute.name}: must be a number above 0: got {value!r}")
+
+
 @frozen(kw_only=True)
 class Yarn:
-    """YaRN scaling of the rotary frequencies, as in `rope_scaling` of a checkpoint."""
+    """YaRN scaling of the rotary frequencies, as in `rope_scaling` of a checkpoint.
 
-    factor: float = field(validator=ge(1.0))
+    An mscale of 0 means that the checkpoint gives none.  `attention_factor`, where a checkpoint gives one,
+    replaces the factor on cosine and sine that would follow from the mscales.
+    """
+
+    factor: float = field(validator=_at_least_one)
     original_max_position_embeddings: int = field(validator=_positive)
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
+    attention_factor: float | None = None
 
     @property
     def angle_magnitude(self) -> float:
-        """Factor on cosine and sine: the ratio of the two mscales, 1 for DeepSeek-V3."""
+        """Factor on cosine and sine: the ratio of the two mscales, 1 for DeepSeek-V3; without them 0.1 ln factor + 1."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if not (self.mscale and self.mscale_all_dim):
+            return _mscale(self.factor, 1.0)
         return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
 
 
@@ -55,11 +73,11 @@ class MlaConfig:
     qk_nope_head_dim: int = field(validator=_positive)
     qk_rope_head_dim: int = field(validator=_even)
     v_head_dim: int = field(validator=_positive)
-    rope_theta: float = field(default=10000.0, validator=gt(0.0))
+    rope_theta: float = field(default=10000.0, validator=_above_zero)
     yarn: Yarn | None = None
-    rms_norm_eps: float = field(default=1e-6, validator=gt(0.0))
+    rms_norm_eps: float = field(default=1e-6, validator=_above_zero)
     #: Epsilon of `q_a_layernorm` and `kv_a_layernorm`; Hugging Face builds them with 1e-6, not with rms_norm_eps.
-    latent_norm_eps: float = field(default=1e-6, validator=gt(0.0))
+    latent_norm_eps: float = field(default=1e-6, validator=_above_zero)
 
     @property
     def qk_head_dim(self) -> int:

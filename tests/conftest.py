@@ -9,7 +9,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [kind for kind in ("soak", "packaging") if not config.getoption(f"--{kind}")]
-    chosen = [item for item in items if not any(item.get_closest_marker(kind) for kind in left_out)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    unasked = [kind for kind in ("soak", "packaging") if not config.getoption(f"--{kind}")]
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (left_out if any(item.get_closest_marker(kind) for kind in unasked) else chosen).append(item)
+    config.hook.pytest_deselected(items=left_out)
     items[:] = chosen

@@ -32,8 +32,8 @@ def rule(
         step = max(TOKENS // length, 1) * length if length else 1
         for first in range(start, end, step):
             rows = slice(first, min(first + step, end))
-            keys, ropes = (part[rows].to(wide).unflatten(0, (-1, length)) for part in (latent, k_rope))
-            q, r = (part[rows].to(wide).unflatten(0, (-1, length)).flatten(1, 2) for part in (q_latent, q_rope))
+            keys, ropes = (part[rows].to(wide).view(-1, length, *part.shape[1:]) for part in (latent, k_rope))
+            q, r = (part[rows].to(wide).view(-1, length, *part.shape[1:]).flatten(1, 2) for part in (q_latent, q_rope))
             scores = torch.bmm(q, keys.mT).baddbmm_(r, ropes.mT, beta=scale, alpha=scale)
             if length == 1:
                 cur[rows] = latent[rows].unsqueeze(1)
