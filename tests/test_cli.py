@@ -1,0 +1,196 @@
+"""The command line as a user meets it: each command, its output, its errors and its exit status."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mla_fx.cli import main
+from mla_fx.models import small_config, write_checkpoint
+from tests.test_imports import ROOT
+
+
+def run(capsys, *arguments):
+    status = main(arguments)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+QUICK = ("decode", "--steps", "3", "--prompt", "5")
+
+
+def deviation(out: str) -> float:
+    found = re.search(r"largest deviation from reference: (\S+) of the hidden states' root mean square", out)
+    assert found and re.search(r"\d+ tokens in [\d.]+ s: [\d.]+ tokens per second", out)
+    return float(found[1])
+
+
+@pytest.mark.parametrize("dtype, limit", [("bf16", 0.1), ("fp16", 0.02), ("fp32", 1e-5), ("fp64", 1e-12)])
+@pytest.mark.parametrize("orchestration", ["serial", "exchange-aside", "attention-aside"])
+def test_decode_stays_near_the_reference(capsys, dtype, limit, orchestration):
+    status, out, _ = run(capsys, *QUICK, "--dtype", dtype, "--orchestration", orchestration, "--ranks", "4")
+    assert status == 0
+    assert "built-in small configuration: 4 layers, 16 heads, latent 64" in out
+    assert f"cpu, 4 ranks, {dtype}, {orchestration} (minimal)" in out
+    assert 0 < deviation(out) < limit
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--interleave", "4", "--block-size", "8", "--ranks", "8", "--prompt", "70"),
+        ("--new-tokens", "3", "--replicate-query", "--mode", "conservative"),
+        ("--adversary", "11", "--ranks", "1", "--prompt", "0"),
+    ],
+    ids=" ".join,
+)
+def test_decode_options(capsys, options):
+    status, out, _ = run(capsys, *QUICK, "--dtype", "fp32", *options)
+    assert status == 0 and deviation(out) < 1e-5
+
+
+def test_decode_a_checkpoint(capsys, tmp_path):
+    write_checkpoint(tmp_path, small_config(), shards=2)
+    status, out, _ = run(capsys, *QUICK, "--model", str(tmp_path), "--dtype", "fp32")
+    assert status == 0 and f"{tmp_path}: 4 layers" in out and deviation(out) < 1e-5
+
+
+def test_the_reference_is_the_reference(capsys):
+    status, out, _ = run(capsys, *QUICK, "--backend", "reference", "--dtype", "fp64")
+    assert status == 0 and deviation(out) == 0
+    status, out, _ = run(capsys, *QUICK, "--no-reference")
+    assert status == 0 and "deviation" not in out
+
+
+def test_a_wrong_result_would_be_told(capsys, monkeypatch):
+    """The deviation is measured: a rule with a fault shows."""
+    from mla_fx.backends import cpu
+    from mla_fx.effects import ops
+
+    def wrong(recv, local, local_lse):
+        return (local.clone(),)  # history forgotten
+
+    monkeypatch.setattr(cpu, "RULES", {**cpu.RULES, ops.Combine: wrong})
+    status, out, _ = run(capsys, *QUICK, "--dtype", "fp32")
+    assert status == 0 and deviation(out) > 0.1
+
+
+def test_show(capsys):
+    status, out, _ = run(capsys, "show")
+    assert status == 0
+    assert out.startswith("attention_step  T=4 B=4 H=128 N=16 W=8 bf16    orchestration attention-aside")
+    assert re.search(r"^21  side  wait e0    # workspace$", out, re.MULTILINE)
+    assert "18 launches, 2 records, 2 waits, 0 keeps, 20 drops on 2 streams (main, side)" in out
+    _, conservative, _ = run(capsys, "show", "--mode", "conservative", "--layers", "2")
+    assert "12 keeps" in conservative
+
+
+def test_show_a_checkpoints_program(capsys, tmp_path):
+    write_checkpoint(tmp_path, small_config())
+    status, out, _ = run(capsys, "show", "--model", str(tmp_path), "--ranks", "2")
+    assert status == 0 and "H=16 N=8 W=2" in out
+
+
+def test_check(capsys):
+    status, out, _ = run(capsys, "check", "--layers", "61")
+    assert status == 0 and out.startswith("legal: 1160 launches, 122 records, 122 waits, 0 keeps")
+    status, out, _ = run(capsys, "check", "--without", "21")
+    assert status == 1
+    assert out.startswith("without 21: wait e0    # workspace\n")
+    assert "rule 2: history_attention (hist) on main and current_attention (cur) on side share scratch" in out
+    assert "not legal: " in out
+
+
+MINE = """
+from mla_fx.effects import Aval, Input, Launch, Program, Record, Wait, ops
+
+
+def two_streams(call):
+    return "side" if isinstance(call.op, ops.Linear) else "main"
+
+
+add = Launch("side", ops.Add(), ("x", "y"), ("total",))
+program = Program((Input("x", Aval((1, 2), "fp32")), Input("y", Aval((1, 2), "fp32"))), ("total",), (add,))
+number = 7
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield
+    sys.modules.pop("mine", None)
+
+
+def test_an_orchestration_and_a_program_of_ones_own(capsys, mine):
+    status, out, _ = run(capsys, "check", "--orchestration", "mine:two_streams")
+    assert status == 0 and "2 streams (main, side)" in out
+    status, out, _ = run(capsys, "check", "--program", "mine:program")
+    assert status == 1
+    assert "rule 1: add (total) on side takes input x, which is ready on main" in out
+    assert "rule 5: side has not joined main at the end" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "--ranks", "3"), "num_attention_heads: must be a multiple of the ranks, 3: got 128"),
+        (("show", "--orchestration", "fast"), "--orchestration: must be one of serial, exchange-aside, attention-aside"),
+        (("show", "--orchestration", "nowhere:fast"), "--orchestration: must be module:name of something that can be"),
+        (("check", "--program", "mine:number"), "--program: must be a Program: got int"),
+        (("check", "--without", "99"), "--without: must be in 0..41: got 99"),
+        ((*QUICK, "--interleave", "3"), "interleave: must divide block_size, 16: got 3"),
+        ((*QUICK, "--prompt", "-1"), "--prompt: must be at least 0: got -1"),
+        ((*QUICK, "--model", "nowhere"), "nowhere/config.json: must be a readable file: No such file or directory"),
+    ],
+)
+def test_errors_name_the_field(capsys, mine, arguments, message):
+    status, out, err = run(capsys, *arguments)
+    assert status == 2
+    assert err.startswith(f"mla-fx {arguments[0]}: ") and message in err
+    assert "Traceback" not in err
+
+
+def test_argument_errors(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["decode", "--ranks", "zero"])
+    assert caught.value.code == 2
+    assert "argument --ranks: must be an integer of at least 1: got 'zero'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["decode", "show", "check"])
+def test_help_is_worth_reading(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out and len(out.split()) > 150
+    for line in re.findall(r"^  mla-fx (.*)$", out, re.MULTILINE):
+        assert line.startswith(command)
+
+
+def test_ctrl_c_leaves_no_traceback(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mla_fx.cli_decode.decode", interrupted)
+    status, _, err = run(capsys, *QUICK)
+    assert status == 130 and err == "\nmla-fx decode: stopped\n"
+
+
+def test_a_reader_that_goes_away(tmp_path):
+    """`mla-fx show | head -1` ends quietly."""
+    code = "from mla_fx.cli import main; raise SystemExit(main(['show', '--layers', '61']))"
+    done = subprocess.run(
+        f"{sys.executable} -c \"{code}\" | head -1",
+        shell=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("decode_stack 61 layers") and done.stderr == ""
