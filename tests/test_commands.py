@@ -1,4 +1,4 @@
-"""The Makefile's machinery, with stand-ins for Python and pip: what is installed when, and what a bad Python is told."""
+"""The Makefile with stand-ins for Python and pip: what is installed when, and what an unfit Python is told."""
 
 import os
 import shutil
@@ -71,7 +71,9 @@ def test_dependencies_that_changed_are_installed(tmp_path):
 def test_each_command_installs_what_it_needs(target, extras, tmp_path):
     checkout = Checkout(tmp_path)
     checkout.make(target)  # `check` then fails for want of ruff, which the stand-in does not install
-    installed = [call.removeprefix("python -m pip install --quiet --editable ") for call in checkout.calls() if "pip" in call]
+    installed = [
+        call.removeprefix("python -m pip install --quiet --editable ") for call in checkout.calls() if "pip" in call
+    ]
     assert installed == [".", *("." + extra for extra in extras)]
 
 

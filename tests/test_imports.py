@@ -1,77 +1,132 @@
 """Direction of imports: effects <- mla_fx <- models; only the edges choose a backend; nobody asks for torch_npu."""
 
 import ast
+import importlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-EDGES = {"cli", "cli_decode", "testing"}  # modules of mla_fx that may import backends and models
-SOURCES = sorted(p for top in ("mla_fx", "effects", "backends", "models") for p in (ROOT / top).rglob("*.py") if ".." not in str(p))
-SOURCES = [p for p in SOURCES if not any(parent.is_symlink() for parent in p.parents)]
-
-
-def imported(path: Path) -> list[tuple[str, bool]]:
-    """Every imported module, and whether it is imported at module level."""
-    tree = ast.parse(path.read_text())
-    top = set(map(id, ast.walk(ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], []))))
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) in top) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            assert all(alias.name != "*" for alias in node.names), f"{path}: no star imports"
-            base = node.module or ""
-            inner = [f"{base}.{a.name}" for a in node.names if base in ("mla_fx", "mla_fx.effects")]
-            found += [(name, id(node) in top) for name in inner or [base]]
-    return found
-
-
-def layer(module: str) -> str:
-    """The layer of an imported module: effects, backends, models, mla_fx, or '' for others."""
-    parts = module.split(".")
-    if parts[0] != "mla_fx":
-        return ""
-    return parts[1] if len(parts) > 1 and parts[1] in ("effects", "backends", "models") else "mla_fx"
-
-
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("mla_fx", "effects", "backends", "models")
+SOURCES = sorted(
+    path
+    for top in LAYERS
+    for path in (ROOT / top).rglob("*.py")
+    if not any(folder.is_symlink() for folder in path.parents)
+)
+#: What each layer may import of the project.
 ALLOWED = {
-    "effects": {"effects", ""},
-    "mla_fx": {"effects", "mla_fx", ""},
-    "models": {"effects", "mla_fx", "models", ""},
-    "backends": {"effects", "mla_fx", "backends", ""},
+    "effects": {"effects"},
+    "mla_fx": {"effects", "mla_fx"},
+    "models": {"effects", "mla_fx", "models"},
+    "backends": {"effects", "mla_fx", "backends"},
 }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def home(path: Path) -> str:
+    """The folder that a file lies in, as the layer it belongs to."""
+    return path.relative_to(ROOT).parts[0]
+
+
+def is_edge(path: Path) -> bool:
+    """The command line and the test helpers may choose backends and load models."""
+    return home(path) == "mla_fx" and (path.stem in ("cli", "testing") or path.stem.startswith("cli_"))
+
+
+def layer(module: str) -> str | None:
+    """The layer of a module by its full name, None where it is not of this project."""
+    parts = module.split(".")
+    if parts[0] != "mla_fx":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "mla_fx"
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules that a piece of code imports; `from a import b` counts as a.b, which is the module where b is one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def at_import_time(tree: ast.Module) -> Iterator[str]:
+    """Modules imported when the module is, and not only when a function of it is called."""
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported(node)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            stack += ast.iter_child_nodes(node)
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def test_every_layer_is_read():
+    assert {home(path) for path in SOURCES} == set(LAYERS)
+    assert len(SOURCES) > 60
+
+
+@each_source
+def test_module_can_be_imported(path):
+    inside = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(inside if home(path) == "mla_fx" else ("mla_fx", *inside)).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    assert Path(module.__file__ or "").resolve() == path
+
+
+@each_source
 def test_direction(path):
-    top = path.relative_to(ROOT).parts[0]
-    edge = top == "mla_fx" and path.stem in EDGES
-    for module, _ in imported(path):
-        assert edge or layer(module) in ALLOWED[top], f"{path.relative_to(ROOT)} imports {module}"
+    found = {module for module in imported(parse(path)) if layer(module)}
+    wrong = {module for module in found if layer(module) not in ALLOWED[home(path)]}
+    assert not wrong or is_edge(path), f"{home(path)} must not import {sorted(wrong)}"
 
 
-def test_effects_take_nothing_of_torch_but_its_pytrees():
-    for path in SOURCES:
-        if path.relative_to(ROOT).parts[0] == "effects":
-            torch = {module for module, _ in imported(path) if module.split(".")[0] == "torch"}
-            assert torch <= ({"torch.utils._pytree"} if path.name == "step.py" else set()), path
+@each_source
+def test_direction_of_modules_named_in_strings(path):
+    """What is imported by name at run time keeps the direction too."""
+    constants = [node.value for node in ast.walk(parse(path)) if isinstance(node, ast.Constant)]
+    modules = {text for text in constants if isinstance(text, str) and re.fullmatch(r"mla_fx(\.\w+)+", text)}
+    wrong = {module for module in modules if layer(module) not in ALLOWED[home(path)]}
+    assert not wrong or is_edge(path), f"{home(path)} must not name {sorted(wrong)}"
+
+
+@each_source
+def test_imports_are_absolute_and_explicit(path):
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            assert [alias.name for alias in node.names] != ["*"], f"line {node.lineno}: a star import"
+    tops = {module.split(".")[0] for module in imported(parse(path))}
+    assert not tops & {"effects", "backends", "models", "tests"}
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if home(path) == "effects"], ids=lambda path: path.stem)
+def test_effects_take_nothing_of_torch_but_its_pytrees(path):
+    torch = {module for module in imported(parse(path)) if module.split(".")[0] in ("torch", "torch_npu", "numpy")}
+    assert torch <= ({"torch.utils._pytree"} if path.name == "step.py" else set())
 
 
 def test_the_law_shares_no_code_with_the_scheduler():
-    """Both read programs; neither reads the other, nor what the other is made of."""
-    check = {m for m, _ in imported(ROOT / "effects/check.py") if layer(m)}
-    schedule = {m for m, _ in imported(ROOT / "effects/schedule.py") if layer(m)}
-    assert check == {"mla_fx.effects.aval", "mla_fx.effects.program"}
-    assert check & schedule == {"mla_fx.effects.program"}
+    """Both read programs; neither reads the other, nor anything else of the project that the other reads."""
+
+    def modules(name: str) -> set[str]:
+        return {module.rsplit(".", 1)[0] for module in imported(parse(ROOT / "effects" / name)) if layer(module)}
+
+    check, schedule = modules("check.py"), modules("schedule.py")
+    assert "mla_fx.effects.schedule" not in check and "mla_fx.effects.check" not in schedule
+    assert check & schedule <= {"mla_fx.effects.program"}
+    assert check and schedule
 
 
-def test_torch_npu_is_never_imported_unasked():
-    for path in SOURCES:
-        assert not [m for m, top in imported(path) if top and m.split(".")[0] == "torch_npu"], path
-
-
-def test_every_layer_was_read():
-    assert {p.relative_to(ROOT).parts[0] for p in SOURCES} == {"mla_fx", "effects", "backends", "models"}
-    assert len(SOURCES) > 60
+@each_source
+def test_torch_npu_is_never_imported_unasked(path):
+    assert not [module for module in at_import_time(parse(path)) if module.split(".")[0] == "torch_npu"]
