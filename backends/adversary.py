@@ -213,7 +213,8 @@ class _Run:
         operands = tuple(state.values[name] for name in launch.operands)
         versions = {result: operands[operand] for operand, result in launch.op.writes.items()}
         results = tuple(
-            versions[k] if k in versions else _poisoned(self.machine.avals[name]) for k, name in enumerate(launch.results)
+            versions[k] if k in versions else _poisoned(self.machine.avals[name])
+            for k, name in enumerate(launch.results)
         )
         state.values.update(zip(launch.results, results, strict=True))
         ruined = state.free.pop(launch.stream, [])

@@ -82,7 +82,9 @@ class Backend:
             check(program)
         for launch in program.launches:
             if type(launch.op) not in self.rules:
-                raise MissingRuleError(f"backend {self.name} has no rule for {launch.op.name} ({type(launch.op).__name__})")
+                raise MissingRuleError(
+                    f"backend {self.name} has no rule for {launch.op.name} ({type(launch.op).__name__})"
+                )
             if getattr(launch.op, "ranks", self.ranks) != self.ranks:
                 raise InputError(
                     f"ranks: the program's {launch.op.name} is for a group of {launch.op.ranks}: "  # type: ignore[attr-defined]

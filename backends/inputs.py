@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mla_fx.effects.aval import FLOATS
 from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program
+from mla_fx.effects.aval import FLOATS
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -47,7 +47,12 @@ def loader(program: Program, ranks: int) -> Load:
     """Generate the function that loads, checks and flattens the arguments for `ranks` ranks."""
     arguments = arguments_of(program)
     states = _states(program)
-    scope: dict[str, Any] = {"torch": torch, "wrong": _wrong, "apart": _apart, "explain": partial(_explain, program, ranks)}
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "wrong": _wrong,
+        "apart": _apart,
+        "explain": partial(_explain, program, ranks),
+    }
     lines = [f"def load({', '.join(arguments)}):", "    try:"]
     for argument in arguments:
         lines.append(f"        if len({argument}) != {ranks}: raise TypeError")
@@ -67,8 +72,8 @@ def loader(program: Program, ranks: int) -> Load:
     for number, (rule, launch) in enumerate(_value_rules(program)):
         scope[f"r{number}"] = rule
         for rank in range(ranks):
-            host = {n: by_rank[s, rank] + ("" if aval.dtype == "host" else ".numpy()") for n, s, aval in launch}
-            values = [f"{name!r}: {leaf}" for name, leaf in host.items()]
+            host = {n: (by_rank[s, rank], "" if aval.dtype == "host" else ".numpy()") for n, s, aval in launch}
+            values = [f"{name!r}: {leaf}{view}" for name, (leaf, view) in host.items()]
             # What the ranks share, as they do lengths and tables, is looked at once.
             news = [f"{by_rank[s, rank]} is not {by_rank[s, 0]}" for _, s, _ in launch] if rank else ["True"]
             lines.append(f"    if {' or '.join(news)}: r{number}({rank}, {{{', '.join(values)}}})")
@@ -116,7 +121,10 @@ def _explain(program: Program, ranks: int, *arguments: Any) -> None:
     for name, argument in given.items():
         if not isinstance(argument, Sequence) or len(argument) != ranks:
             size = f" of {len(argument)}" if hasattr(argument, "__len__") else ""
-            raise InputError(f"{name}: must be a sequence with one entry for each of {ranks} ranks: got {type(argument).__name__}{size}")
+            raise InputError(
+                f"{name}: must be a sequence with one entry for each of {ranks} ranks: "
+                f"got {type(argument).__name__}{size}"
+            )
     for put in program.inputs:
         name, rest = split(put.name)
         for rank in range(ranks):

@@ -165,7 +165,9 @@ class _Checker:
             producer = self.producer.get(name)
             if producer is None:
                 if use.seen.get(MAIN, 0) < 1:
-                    text = f"{use} takes input {name}, which is ready on {MAIN}; missing order: start of {MAIN} -> {use}"
+                    text = (
+                        f"{use} takes input {name}, which is ready on {MAIN}; missing order: start of {MAIN} -> {use}"
+                    )
                     self.found.append(Violation(1, text, None, launch, order=True))
             elif not producer.before(use):
                 self.missing(1, f"{use} takes {name}, which {producer} produces", producer, use)
@@ -204,7 +206,9 @@ class _Checker:
             for reader in block.uses:
                 stream = reader.launch.stream
                 if stream != launch.stream and stream not in block.kept and not reader.before(use):
-                    text = f"{use} may take the memory of {block.name}, which {reader} uses and nothing keeps for {stream}"
+                    text = (
+                        f"{use} may take the memory of {block.name}, which {reader} uses and nothing keeps for {stream}"
+                    )
                     self.missing(3, text, reader, use)
 
     def results(self, launch: Launch, use: _Use, blocks: list[_Memory | None]) -> None:
@@ -231,7 +235,9 @@ class _Checker:
             self.breach(0, str(error), None, launch)
             return unknown
         if len(found) != len(launch.results):
-            self.breach(0, f"{launch.op.name} has {len(found)} results: '{launch}' names {len(launch.results)}", None, launch)
+            self.breach(
+                0, f"{launch.op.name} has {len(found)} results: '{launch}' names {len(launch.results)}", None, launch
+            )
             return unknown
         return list(found)
 
@@ -242,7 +248,10 @@ class _Checker:
 
     def wait(self, wait: Wait) -> None:
         if wait.event not in self.events:
-            text = f"{wait.stream} waits for event {wait.event}, which is not recorded before; missing: record {wait.event}"
+            text = (
+                f"{wait.stream} waits for event {wait.event}, which is not recorded before; missing: record "
+                f"{wait.event}"
+            )
             self.breach(4, text, None, wait)
             return
         clock = self.clock(wait.stream)

@@ -10,7 +10,6 @@ from typing import Any
 import torch.utils._pytree as pytree
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Value
 
 
@@ -38,6 +37,7 @@ class Step:
 def arguments(**trees: Any) -> dict[str, Any]:
     """Trees of avals to trees of input values, each named by its path; a shorthand for building steps.
 
+    >>> from mla_fx.effects.aval import Aval
     >>> arguments(hidden=Aval((4, 64), "fp32"))
     {'hidden': hidden: fp32[4, 64]}
     """

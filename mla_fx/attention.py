@@ -1,4 +1,7 @@
-"""Attention of a decode step in two parts, and the cache.  Descriptors in, descriptors out; formulas are with the ops."""
+"""Attention of a decode step in two parts, and the cache write.
+
+Descriptors in, descriptors out; formulas are with the ops.
+"""
 
 from mla_fx.effects import Value, bind, ops
 from mla_fx.parameters import Cache

@@ -12,7 +12,6 @@ import torch
 from mla_fx.effects import InputError
 from mla_fx.sharding import Sharding, positions_of
 
-
 #: Leaves on the device and on the host: tensors and tuples of lengths; `Value` or `Aval` while a step is described.
 Leaf = TypeVar("Leaf")
 Lengths = TypeVar("Lengths")
@@ -115,7 +114,8 @@ def _table(
         for block in ids[history[b] // (sharding.block_size * sharding.ranks) : need] if query[b] else ():
             if written.setdefault(block, b) != b:
                 raise InputError(
-                    f"block_table[{b}]: a block that is written belongs to one request: got {block}, also of {written[block]}"
+                    f"block_table[{b}]: a block that is written belongs to one request: got {block}, "
+                    f"also of request {written[block]}"
                 )
         kept = ids[:width]
         # Entries behind the needed ones are carried along unread, clipped to what int32 holds.

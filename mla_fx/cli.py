@@ -1,4 +1,7 @@
-"""The command line: `mla-fx decode`, `mla-fx show`, `mla-fx check`.  An edge: it chooses backends and reads checkpoints."""
+"""The command line: `mla-fx decode`, `mla-fx show`, `mla-fx check`.
+
+An edge of the package: it chooses backends and reads checkpoints.
+"""
 
 import argparse
 import importlib
@@ -8,7 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mla_fx import MlaConfig, StepShape, attention_step, decode_stack, orchestrations
-from mla_fx.effects import Drop, InputError, Keep, LawError, Launch, Program, Record, ScheduleError, Wait, schedule, violations
+from mla_fx.effects import (
+    Drop,
+    InputError,
+    Keep,
+    Launch,
+    LawError,
+    Program,
+    Record,
+    ScheduleError,
+    Wait,
+    schedule,
+    violations,
+)
 from mla_fx.effects.aval import FLOATS, ShapeError
 
 _DECODE = """
@@ -78,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         _shape_options(command, small=command is decode)
     _decode_options(decode)
     for command in (show, check):
-        command.add_argument("--layers", type=_count, metavar="N", help="a stack of N layers instead of one layer's attention")
+        command.add_argument(
+            "--layers", type=_count, metavar="N", help="a stack of N layers instead of one layer's attention"
+        )
         command.add_argument("--tokens", type=_count, default=4, metavar="T", help="tokens of a step (default 4)")
     check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
     check.add_argument("--without", type=int, metavar="K", help="leave effect number K out")
@@ -101,7 +118,13 @@ def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR", help="checkpoint directory (default: built in)")
     add("--ranks", type=_count, default=2 if small else 8, metavar="W", help="ranks of the group (default %(default)s)")
-    add("--block-size", type=_count, default=16 if small else 128, metavar="S", help="tokens a cache block (default %(default)s)")
+    add(
+        "--block-size",
+        type=_count,
+        default=16 if small else 128,
+        metavar="S",
+        help="tokens a cache block (default %(default)s)",
+    )
     add("--dtype", choices=FLOATS, default="bf16", help="dtype of weights, cache and activations (default %(default)s)")
     add(
         "--orchestration",
@@ -109,17 +132,40 @@ def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
         metavar="NAME",
         help=f"{', '.join(orchestrations.NAMED)}, or module:function of yours (default %(default)s)",
     )
-    add("--mode", choices=("minimal", "conservative"), default="minimal", help="what is kept alive (default %(default)s)")
+    add(
+        "--mode",
+        choices=("minimal", "conservative"),
+        default="minimal",
+        help="what is kept alive (default %(default)s)",
+    )
     add("--replicate-query", action="store_true", help="every rank projects all heads' queries; nothing is gathered")
 
 
 def _decode_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--interleave", type=_count, default=1, metavar="I", help="positions a rank owns in a row; divides the block (default 1)")
+    add(
+        "--interleave",
+        type=_count,
+        default=1,
+        metavar="I",
+        help="positions a rank owns in a row; divides the block (default 1)",
+    )
     add("--backend", choices=("cpu", "reference"), default="cpu", help="what runs the steps (default %(default)s)")
     add("--requests", type=_count, default=2, metavar="B", help="requests in the batch (default %(default)s)")
-    add("--prompt", type=int, default=40, metavar="P", help="tokens in the cache before the first step (default %(default)s)")
-    add("--new-tokens", type=_count, default=1, metavar="Q", help="new tokens a request and step, as in speculative decoding (default 1)")
+    add(
+        "--prompt",
+        type=int,
+        default=40,
+        metavar="P",
+        help="tokens in the cache before the first step (default %(default)s)",
+    )
+    add(
+        "--new-tokens",
+        type=_count,
+        default=1,
+        metavar="Q",
+        help="new tokens a request and step, as in speculative decoding (default 1)",
+    )
     add("--steps", type=_count, default=32, metavar="N", help="decode steps (default %(default)s)")
     add("--seed", type=int, default=0, help="of built-in weights and of the tokens (default 0)")
     add("--adversary", type=int, metavar="SEED", help="run on the hostile machine with this seed")
@@ -139,7 +185,9 @@ def placement(name: str) -> Callable[..., str]:
     if ":" in name:
         found: Callable[..., str] = _named(name, "--orchestration")
         return found
-    raise InputError(f"--orchestration: must be one of {', '.join(orchestrations.NAMED)} or module:function: got {name!r}")
+    raise InputError(
+        f"--orchestration: must be one of {', '.join(orchestrations.NAMED)} or module:function: got {name!r}"
+    )
 
 
 def _named(path: str, option: str) -> Any:
@@ -150,7 +198,9 @@ def _named(path: str, option: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{option}: must be module:name of something that can be imported: got {path!r} ({error})") from None
+        raise InputError(
+            f"{option}: must be module:name of something that can be imported: got {path!r} ({error})"
+        ) from None
 
 
 def _decode(options: argparse.Namespace) -> int:
@@ -174,7 +224,9 @@ def _program(options: argparse.Namespace) -> Program:
         dtype=options.dtype,
         replicate_query=options.replicate_query,
     )
-    step = attention_step(config, shape) if options.layers is None else decode_stack(config, shape, layers=options.layers)
+    step = (
+        attention_step(config, shape) if options.layers is None else decode_stack(config, shape, layers=options.layers)
+    )
     return schedule(step, placement(options.orchestration), mode=options.mode)
 
 

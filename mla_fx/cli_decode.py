@@ -70,11 +70,15 @@ def decode(options: argparse.Namespace, placement: Callable[..., str]) -> int:
         "dtype": options.dtype,
         "replicate_query": options.replicate_query,
     }
-    shapes = [StepShape(tokens=options.requests * n, **sizes) for n in (min(CHUNK, options.prompt) or 1, options.new_tokens)]
-    programs = [
-        schedule(decode_stack(model.config, shape, layers=model.layers), placement, mode=options.mode) for shape in shapes
+    shapes = [
+        StepShape(tokens=options.requests * n, **sizes) for n in (min(CHUNK, options.prompt) or 1, options.new_tokens)
     ]
-    print(f"{model.name}: {model.layers} layers, {model.config.num_attention_heads} heads, latent {model.config.kv_lora_rank}")
+    programs = [
+        schedule(decode_stack(model.config, shape, layers=model.layers), placement, mode=options.mode)
+        for shape in shapes
+    ]
+    config = model.config
+    print(f"{model.name}: {model.layers} layers, {config.num_attention_heads} heads, latent {config.kv_lora_rank}")
     print(f"{options.backend}, {options.ranks} ranks, {options.dtype}, {programs[1].orchestration} ({options.mode})")
 
     made = backends.get(options.backend, ranks=options.ranks, adversary=options.adversary)

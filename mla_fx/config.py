@@ -50,7 +50,7 @@ class Yarn:
 
     @property
     def angle_magnitude(self) -> float:
-        """Factor on cosine and sine: the ratio of the two mscales, 1 for DeepSeek-V3; without them 0.1 ln factor + 1."""
+        """Factor on cosine and sine: the mscales' ratio (1 for DeepSeek-V3), without them 0.1 ln factor + 1."""
         if self.attention_factor is not None:
             return self.attention_factor
         if not (self.mscale and self.mscale_all_dim):

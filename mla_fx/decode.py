@@ -40,7 +40,9 @@ class StepShape:
     def __attrs_post_init__(self) -> None:
         for name in ("ranks", "tokens", "requests", "blocks", "block_size", "table_width"):
             if not isinstance(value := getattr(self, name), int) or value < (0 if name == "tokens" else 1):
-                raise InputError(f"{name}: must be an integer of at least {0 if name == 'tokens' else 1}: got {value!r}")
+                raise InputError(
+                    f"{name}: must be an integer of at least {0 if name == 'tokens' else 1}: got {value!r}"
+                )
 
 
 def mla_attention(

@@ -4,7 +4,10 @@ from mla_fx.effects import Value, bind, ops
 
 
 def gather_heads(q_latent: Value, q_rope: Value, *, ranks: int) -> tuple[Value, Value]:
-    """Queries of own heads [T, N, L], [T, N, R] -> of all heads of the group [T, H, L], [T, H, R].  See `ops.GatherHeads`."""
+    """Queries of own heads [T, N, L], [T, N, R] -> of all heads of the group [T, H, L], [T, H, R].
+
+    See `ops.GatherHeads`.
+    """
     latent, rope = bind(ops.GatherHeads(ranks), q_latent, q_rope)
     return latent, rope
 
@@ -23,7 +26,10 @@ def all_to_all(out: Value, lse: Value, *, ranks: int) -> Value:
 
 
 def combine(recv: Value, local: Value, local_lse: Value) -> Value:
-    """Received history partials [W, T, N, E] and the local part [T, N, L], [T, N] -> merged [T, N, L].  See `ops.Combine`."""
+    """Received history partials [W, T, N, E] and the local part [T, N, L], [T, N] -> merged [T, N, L].
+
+    See `ops.Combine`.
+    """
     return bind(ops.Combine(), recv, local, local_lse)[0]
 
 

@@ -22,7 +22,7 @@ Leaf = TypeVar("Leaf")
 
 
 class QueryLora(NamedTuple, Generic[Leaf]):
-    """Low-rank query: `q_a_proj` [q_lora_rank, D], `q_a_layernorm` [q_lora_rank], `q_b_proj` [heads * Q, q_lora_rank]."""
+    """Low-rank query, A = q_lora_rank: `q_a_proj` [A, D], `q_a_layernorm` [A], `q_b_proj` [heads * Q, A]."""
 
     q_a_proj: Leaf
     q_a_layernorm: Leaf

@@ -9,7 +9,12 @@ every pattern arrives as it was: infinities, NaN payloads, values beyond 65504.
 
 import torch
 
-_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_BITS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 
 
 def pack(out: torch.Tensor, lse: torch.Tensor, *, ranks: int) -> torch.Tensor:

@@ -39,9 +39,7 @@ class Sharding:
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"{name}: must be an integer of at least 1: got {value!r}")
         if self.block_size % self.interleave:
-            raise InputError(
-                f"interleave: must divide block_size, {self.block_size}: got {self.interleave}"
-            )
+            raise InputError(f"interleave: must divide block_size, {self.block_size}: got {self.interleave}")
 
     def owner(self, position: int) -> int:
         """The rank whose cache holds `position`."""

@@ -6,6 +6,7 @@ is read.  A rank then reads its own heads' rows and columns only.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -189,4 +190,4 @@ def _weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
         return 1 + 0.1 * noise
     if "embed_tokens" in name or len(shape) == 1:
         return noise
-    return noise / float(shape[-1]) ** 0.5
+    return noise / math.sqrt(shape[-1])

@@ -39,7 +39,9 @@ class Case:
 
     @property
     def shape(self) -> StepShape:
-        need = [max(-(-(h + q) // (self.block_size * self.ranks)), 1) for h, q in zip(self.history, self.query)]
+        need = [
+            max(-(-(h + q) // (self.block_size * self.ranks)), 1) for h, q in zip(self.history, self.query, strict=True)
+        ]
         return StepShape(
             ranks=self.ranks,
             tokens=sum(self.query) + self.padding,
@@ -111,7 +113,9 @@ def fill(case: Case) -> Sequences:
         requests=shape.requests,
         table_width=shape.table_width,
     )
-    queries = [(case.sharpness * randn(shape.tokens, heads, size).double()).to(dtype) for size in (case.latent, case.rope)]
+    queries = [
+        (case.sharpness * randn(shape.tokens, heads, size).double()).to(dtype) for size in (case.latent, case.rope)
+    ]
     return Sequences(case, *queries, latents, ropes, caches, batches)
 
 

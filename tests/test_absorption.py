@@ -21,7 +21,9 @@ def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-6) -> torch.
 
 def rotate(x: torch.Tensor, config: MlaConfig) -> torch.Tensor:
     """[S, heads, R] by position, pairs as complex numbers; left interleaved, as scores do not mind."""
-    angles = torch.arange(x.shape[0], dtype=torch.float64)[:, None] * torch.tensor(frequencies(config), dtype=torch.float64)
+    angles = torch.arange(x.shape[0], dtype=torch.float64)[:, None] * torch.tensor(
+        frequencies(config), dtype=torch.float64
+    )
     magnitude = config.yarn.angle_magnitude if config.yarn else 1.0
     turns = torch.polar(torch.full_like(angles, magnitude), angles)[:, None]
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
@@ -64,9 +66,7 @@ def test_absorbed_equals_plain(ranks, lora, yarn, replicate_query):
     generator = torch.Generator().manual_seed(5)
     full = random_attention(config, generator=generator, dtype=torch.float64)
     sequences = [torch.randn(13, 24, generator=generator, dtype=torch.float64) for _ in range(2)]
-    params = [
-        shard_attention(full, config, rank=r, ranks=ranks, replicate_query=replicate_query) for r in range(ranks)
-    ]
+    params = [shard_attention(full, config, rank=r, ranks=ranks, replicate_query=replicate_query) for r in range(ranks)]
     made = backends.get("reference", ranks=ranks)
     run = made.compile(schedule(setup.step, orchestrations.exchange_aside))
     caches, done, found = setup.caches(), [0, 0], [[], []]

@@ -139,7 +139,10 @@ def test_an_orchestration_and_a_program_of_ones_own(capsys, mine):
     ("arguments", "message"),
     [
         (("check", "--ranks", "3"), "num_attention_heads: must be a multiple of the ranks, 3: got 128"),
-        (("show", "--orchestration", "fast"), "--orchestration: must be one of serial, exchange-aside, attention-aside"),
+        (
+            ("show", "--orchestration", "fast"),
+            "--orchestration: must be one of serial, exchange-aside, attention-aside",
+        ),
         (("show", "--orchestration", "nowhere:fast"), "--orchestration: must be module:name of something that can be"),
         (("check", "--program", "mine:number"), "--program: must be a Program: got int"),
         (("check", "--without", "99"), "--without: must be in 0..41: got 99"),
@@ -149,7 +152,7 @@ def test_an_orchestration_and_a_program_of_ones_own(capsys, mine):
     ],
 )
 def test_errors_name_the_field(capsys, mine, arguments, message):
-    status, out, err = run(capsys, *arguments)
+    status, _, err = run(capsys, *arguments)
     assert status == 2
     assert err.startswith(f"mla-fx {arguments[0]}: ") and message in err
     assert "Traceback" not in err
@@ -186,7 +189,7 @@ def test_a_reader_that_goes_away(tmp_path):
     """`mla-fx show | head -1` ends quietly."""
     code = "from mla_fx.cli import main; raise SystemExit(main(['show', '--layers', '61']))"
     done = subprocess.run(
-        f"{sys.executable} -c \"{code}\" | head -1",
+        f'{sys.executable} -c "{code}" | head -1',
         shell=True,
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},

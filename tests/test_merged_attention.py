@@ -94,7 +94,9 @@ def verify(case: Case, orchestration: str, seed: int | None = None) -> None:
     assert torch.equal(padding, torch.zeros_like(padding))
 
 
-lengths = st.one_of(st.just(0), st.integers(1, 9), st.sampled_from([127, 128, 129, 255, 256, 257]), st.integers(10, 400))
+lengths = st.one_of(
+    st.just(0), st.integers(1, 9), st.sampled_from([127, 128, 129, 255, 256, 257]), st.integers(10, 400)
+)
 
 
 @st.composite

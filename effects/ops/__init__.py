@@ -10,6 +10,7 @@ from mla_fx.effects.ops.all_to_all import AllToAll as AllToAll
 from mla_fx.effects.ops.combine import Combine as Combine
 from mla_fx.effects.ops.current_attention import CurrentAttention as CurrentAttention
 from mla_fx.effects.ops.gather_heads import GatherHeads as GatherHeads
+from mla_fx.effects.ops.history_attention import WORKSPACE as WORKSPACE
 from mla_fx.effects.ops.history_attention import HistoryAttention as HistoryAttention
 from mla_fx.effects.ops.linear import Linear as Linear
 from mla_fx.effects.ops.local_heads import LocalHeads as LocalHeads
@@ -18,7 +19,6 @@ from mla_fx.effects.ops.rope import Rope as Rope
 from mla_fx.effects.ops.rope_angles import RopeAngles as RopeAngles
 from mla_fx.effects.ops.v_up import VUp as VUp
 from mla_fx.effects.ops.write_cache import WriteCache as WriteCache
-from mla_fx.effects.ops.history_attention import WORKSPACE as WORKSPACE
 
 #: Every op, in the order of a decode step.
 ALL: Final[tuple[type[Op], ...]] = (

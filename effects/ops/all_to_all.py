@@ -32,6 +32,8 @@ class AllToAll(Op):
         dtype = same_dtype(self.name, out=out)
         require_dtype(self.name, "lse", lse, lse_dtype(dtype))
         if axes["H"] % self.ranks:
-            raise ShapeError(f"{self.name}: axis H of out must be a multiple of the ranks, {self.ranks}: got {axes['H']}")
+            raise ShapeError(
+                f"{self.name}: axis H of out must be a multiple of the ranks, {self.ranks}: got {axes['H']}"
+            )
         shape = (self.ranks, axes["T"], axes["H"] // self.ranks, axes["L"] + lse_lanes(dtype))
         return (Aval(shape, dtype),)

@@ -30,7 +30,9 @@ def check_query_lengths(lengths: tuple[int, ...], tokens: int) -> None:
     if min(lengths, default=0) < 0:
         raise InputError(f"query_lengths: each must be at least 0: got {lengths}")
     if sum(lengths) > tokens:
-        raise InputError(f"query_lengths: the sum must be at most T = {tokens} tokens: got {sum(lengths)}, from {lengths}")
+        raise InputError(
+            f"query_lengths: the sum must be at most T = {tokens} tokens: got {sum(lengths)}, from {lengths}"
+        )
 
 
 @frozen
@@ -93,8 +95,8 @@ class HistoryAttention(Op):
         longest = max(lengths, default=0)
         if longest > columns * size or min(lengths, default=0) < 0:
             raise InputError(
-                f"history_lengths: each must be in 0..{columns * size} ({columns} columns of block_table, {size} a block): "
-                f"got {lengths}"
+                f"history_lengths: each must be in 0..{columns * size} ({columns} columns of block_table, {size} a "
+                f"block): got {lengths}"
             )
         # Read as unsigned, a negative id is a huge one: a single reduction decides.
         reached = table[:, : -(-longest // size)].view("uint32")

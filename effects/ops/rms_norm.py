@@ -27,6 +27,7 @@ class RmsNorm(Op):
         axes = match(self.name, x=(x, "T D"), weight=(weight, "F"))
         if axes["F"] > axes["D"]:
             raise ShapeError(
-                f"{self.name}: axis F of weight must be at most axis D of x: got {axes['F']} in weight, {axes['D']} in x"
+                f"{self.name}: axis F of weight must be at most axis D of x: got {axes['F']} in weight, "
+                f"{axes['D']} in x"
             )
         return (Aval((axes["T"], axes["F"]), same_dtype(self.name, x=x, weight=weight)),)

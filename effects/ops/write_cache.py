@@ -26,7 +26,9 @@ class WriteCache(Op):
     results: ClassVar = ("latent_cache", "rope_cache")
     writes: ClassVar[Mapping[int, int]] = MappingProxyType({0: 0, 1: 1})
 
-    def shape_rule(self, latent_cache: Aval, rope_cache: Aval, latent: Aval, k_rope: Aval, slots: Aval) -> tuple[Aval, ...]:
+    def shape_rule(
+        self, latent_cache: Aval, rope_cache: Aval, latent: Aval, k_rope: Aval, slots: Aval
+    ) -> tuple[Aval, ...]:
         """Cache and new rows have one dtype."""
         match(
             self.name,
@@ -46,7 +48,9 @@ class WriteCache(Op):
         slots = values["slots"].tolist()
         if min(slots, default=0) < -1 or max(slots, default=0) >= blocks * size:
             wrong = next(slot for slot in slots if not -1 <= slot < blocks * size)
-            raise InputError(f"slots: each must be -1 or in 0..{blocks * size - 1} ({blocks} blocks of {size}): got {wrong}")
+            raise InputError(
+                f"slots: each must be -1 or in 0..{blocks * size - 1} ({blocks} blocks of {size}): got {wrong}"
+            )
         written = [slot for slot in slots if slot >= 0]
         if len(set(written)) < len(written):
             raise InputError(f"slots: no two tokens may have one slot: got {sorted(written)}")

@@ -119,7 +119,7 @@ def nothing_can_be_left_out(setup: Setup, program: Program) -> None:
 
 
 def test_a_workspace_without_its_wait_is_torn():
-    """The only order that attention-aside needs beside the join is over scratch: no data goes from history to current."""
+    """The only order that attention-aside needs beside the join is over scratch: no data flows there."""
     program = schedule(ONE.step, orchestrations.attention_aside)
     (at,) = [k for k, e in enumerate(program.effects) if isinstance(e, Wait) and e.why == "workspace"]
     assert any("share scratch 'workspace'" in v.message for v in violations(program.without(at)))

@@ -1,4 +1,7 @@
-"""Bad input is refused before anything runs: the error names the field, the rule and the value; caches stay as they were."""
+"""Bad input is refused before anything runs.
+
+The error names the field, the rule and the value; caches stay as they were.
+"""
 
 import pytest
 import torch
@@ -134,5 +137,5 @@ def test_entries_behind_the_lengths_may_be_anything():
 
 def test_names_that_are_no_path():
     bad = Program((Input("import os", Aval((2,), "fp32")),), ("import os",), ())
-    with pytest.raises(InputError, match="input name: must be a word, then attributes or indices.*got 'import os'"):
+    with pytest.raises(InputError, match=r"input name: must be a word, then attributes or indices.*got 'import os'"):
         backends.get("cpu").compile(bad)

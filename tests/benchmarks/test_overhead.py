@@ -117,7 +117,8 @@ def test_overhead_is_within_its_limits(prepared):
     around = min(seconds(empty, *arguments) for _ in range(500)) - min(
         seconds(by_hand, *arguments, rules) for _ in range(500)
     )
-    print(f"\naround the calls {around * 1e6:.0f} us a step, {around / calls * 1e6:.2f} us a call, {around / layer:.2%} of a layer")
+    step, call = around * 1e6, around / calls * 1e6
+    print(f"\naround the calls {step:.0f} us a step, {call:.2f} us a call, {around / layer:.2%} of a layer")
     assert around / calls <= 1e-6 * SLACK
     assert around / layer <= 0.03 * SLACK
 

@@ -3,7 +3,7 @@
 import pytest
 from attrs import evolve
 
-from mla_fx.effects import Aval, Drop, Input, Keep, LawError, Launch, Program, Record, Wait, check, violations
+from mla_fx.effects import Aval, Drop, Input, Keep, Launch, LawError, Program, Record, Wait, check, violations
 from tests.effects.toys import Exchange, One, Scratch, Two, Update
 
 X = Input("x", Aval((2,), "fp64"))
@@ -183,6 +183,6 @@ def test_every_breach_is_told_at_once():
 
 
 def test_programs_compare_by_value():
-    assert FORKED == program(*FORKED.effects)
-    assert FORKED != FORKED.without(0)
+    assert program(*FORKED.effects) == FORKED
+    assert FORKED.without(0) != FORKED
     assert evolve(FORKED, effects=tuple(evolve(e, why="other") if isinstance(e, Wait) else e for e in FORKED)) == FORKED

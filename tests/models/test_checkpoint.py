@@ -118,7 +118,7 @@ def test_prediction_layers_and_a_tied_head_may_be_there(tmp_path):
     rewrite(tmp_path, change)
     Checkpoint.open(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(1)}))
-    with pytest.raises(CheckpointError, match="1 unexpected: model.layers.3.eh_proj.weight"):
+    with pytest.raises(CheckpointError, match=r"1 unexpected: model.layers.3.eh_proj.weight"):
         Checkpoint.open(tmp_path)
 
 
@@ -133,7 +133,9 @@ def test_files_that_are_not_there_or_not_readable(tmp_path):
     with pytest.raises(CheckpointError, match=r"index.json: must be JSON with an object weight_map"):
         Checkpoint.open(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointError, match=r"must have model.safetensors or model.safetensors.index.json: got neither"):
+    with pytest.raises(
+        CheckpointError, match=r"must have model.safetensors or model.safetensors.index.json: got neither"
+    ):
         Checkpoint.open(tmp_path)
     (tmp_path / "model.safetensors").write_text("no")
     with pytest.raises(CheckpointError, match=r"model.safetensors: must be a safetensors file"):
@@ -158,7 +160,9 @@ def test_one_tensor_in_two_files(tmp_path):
 )
 def test_bad_requests(directory, arguments, message):
     with pytest.raises(InputError, match=message):
-        Checkpoint.open(directory).load_layer(**{"layer": 0, "rank": 0, "ranks": 2, "dtype": torch.float32, **arguments})
+        Checkpoint.open(directory).load_layer(
+            **{"layer": 0, "rank": 0, "ranks": 2, "dtype": torch.float32, **arguments}
+        )
 
 
 def test_every_layer_is_asked_for():

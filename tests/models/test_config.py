@@ -27,7 +27,13 @@ GIVEN = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 4096,
     "rope_theta": 50000,
-    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 128,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
 
 
@@ -86,9 +92,15 @@ def test_round_trip(config):
         ({"rms_norm_eps": 0}, "rms_norm_eps: must be a number above 0: got 0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported yet: got .*fp8"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_scaling: must not be given beside rope_parameters"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: the type must be 'default' or 'yarn': got 'linear'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling: the type must be 'default' or 'yarn': got 'linear'",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling: must be an object: got 'yarn'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling.original_max_position_embeddings: must be given"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 40}},
+            "rope_scaling.original_max_position_embeddings: must be given",
+        ),
         (
             {"rope_scaling": {**GIVEN["rope_scaling"], "factor": 0.5}},
             "factor: must be a number of at least 1: got 0.5",

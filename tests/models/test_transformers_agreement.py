@@ -56,7 +56,13 @@ CASES = {
     "v3 no mscales": (DeepseekV3Config, {"rope_scaling": {k: v for k, v in YARN.items() if "mscale" not in k}}),
     "v3 other sizes": (
         DeepseekV3Config,
-        {"num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 12, "qk_nope_head_dim": 6, "rope_theta": 500.0},
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "v_head_dim": 12,
+            "qk_nope_head_dim": 6,
+            "rope_theta": 500.0,
+        },
     ),
     "v3 epsilon": (DeepseekV3Config, {"rms_norm_eps": 1e-3}),
     "v2": (DeepseekV2Config, {}),
@@ -97,7 +103,9 @@ def ours(directory, xs: list[torch.Tensor], *, ranks: int, interleave: int, back
     run = made.compile(schedule(attention_step(checkpoint.config.attention, shape), orchestrations.attention_aside))
     kind = torch.float64 if dtype == "fp64" else torch.float32
     params = [checkpoint.load_layer(1, rank=r, ranks=ranks, dtype=kind).attention for r in range(ranks)]
-    caches = [empty_cache(checkpoint.config.attention, blocks=3 * width, block_size=4, dtype=kind)[0] for _ in range(ranks)]
+    caches = [
+        empty_cache(checkpoint.config.attention, blocks=3 * width, block_size=4, dtype=kind)[0] for _ in range(ranks)
+    ]
     done = [0, 0, 0]
     for step in (tuple(h // 2 for h in HISTORY), tuple(h - h // 2 for h in HISTORY), NEW):
         batches = plan_batch(
@@ -122,7 +130,9 @@ def ours(directory, xs: list[torch.Tensor], *, ranks: int, interleave: int, back
 def test_layer_agrees(case, tmp_path):
     model = transformers_model(case, tmp_path)
     generator = torch.Generator().manual_seed(1)
-    sequences = [torch.randn(h + n, 48, generator=generator, dtype=torch.float64) for h, n in zip(HISTORY, NEW, strict=True)]
+    sequences = [
+        torch.randn(h + n, 48, generator=generator, dtype=torch.float64) for h, n in zip(HISTORY, NEW, strict=True)
+    ]
     with torch.no_grad():
         right = torch.cat([theirs(model, x)[-n:] for x, n in zip(sequences, NEW, strict=True)])
     assert right.std() > 0.05  # something is computed
