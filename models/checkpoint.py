@@ -20,6 +20,8 @@ from mla_fx.models.config import ModelConfig, load_config
 from mla_fx.models.tensors import Shapes, expected, optional
 from mla_fx.parameters import AttentionParams, LayerParams, QueryLora, QueryPlain, heads_of
 
+#: Dtypes of weights, as safetensors names them.
+DTYPES = ("BF16", "F16", "F32", "F64")
 #: How many names of a kind an error lists.
 LISTED = 5
 
@@ -42,14 +44,15 @@ class Checkpoint:
         directory = Path(directory)
         config = load_config(directory)
         found: Shapes = {}
+        dtypes: dict[str, str] = {}
         files: dict[str, Path] = {}
         for path in _files(directory):
-            for name, shape in _header(path).items():
+            for name, (shape, dtype) in _header(path).items():
                 if name in files:
                     both = f"{files[name].name} and {path.name}"
                     raise CheckpointError(f"{directory}: {name} must be in one file: got {both}")
-                found[name], files[name] = shape, path
-        _verify(directory, config, found)
+                found[name], dtypes[name], files[name] = shape, dtype, path
+        _verify(directory, config, found, dtypes)
         return cls(directory, config, files)
 
     def load_layer(
@@ -57,7 +60,7 @@ class Checkpoint:
     ) -> LayerParams[torch.Tensor]:
         """One rank's part of a layer's norm and attention, in `dtype`; other heads' weights are not read."""
         c = self.config.attention
-        self._refuse(layer, rank, ranks)
+        self._refuse(layer, rank, ranks, dtype)
         own = heads_of(rank, ranks=ranks, heads=c.num_attention_heads)
         asked = slice(0, c.num_attention_heads) if replicate_query else own
 
@@ -97,7 +100,7 @@ class Checkpoint:
         found = [known[token] for token in token_ids]
         return torch.cat(found).to(dtype) if found else torch.empty(0, self.config.attention.hidden_size, dtype=dtype)
 
-    def _refuse(self, layer: int, rank: int, ranks: int) -> None:
+    def _refuse(self, layer: int, rank: int, ranks: int, dtype: torch.dtype) -> None:
         heads = self.config.attention.num_attention_heads
         if not 0 <= layer < self.config.num_hidden_layers:
             raise InputError(f"layer: must be in 0..{self.config.num_hidden_layers - 1}: got {layer}")
@@ -105,6 +108,8 @@ class Checkpoint:
             raise InputError(f"ranks: must divide num_attention_heads, {heads}: got {ranks}")
         if not 0 <= rank < ranks:
             raise InputError(f"rank: must be in 0..{ranks - 1}: got {rank}")
+        if not dtype.is_floating_point:
+            raise InputError(f"dtype: must be floating: got {dtype}")
 
     def _read(self, name: str, dtype: torch.dtype, rows: slice | None, columns: slice | None) -> torch.Tensor:
         with safe_open(self.files[name], "pt") as file:
@@ -124,23 +129,32 @@ def _files(directory: Path) -> list[Path]:
         raise CheckpointError(f"{directory}: must have model.safetensors or model.safetensors.index.json: got neither")
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: must be JSON with an object weight_map: got {error!r}") from None
+    if outside:
+        raise CheckpointError(f"{index}: every file of weight_map must lie beside it: got {_some(outside)}")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise CheckpointError(f"{index}: every file of weight_map must be there: missing {_some(missing)}")
     return [directory / name for name in names]
 
 
-def _header(path: Path) -> Shapes:
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor in a file."""
     try:
         with safe_open(path, "pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: must be a safetensors file: {error}") from None
 
 
-def _verify(directory: Path, config: ModelConfig, found: Shapes) -> None:
+def _verify(directory: Path, config: ModelConfig, found: Shapes, dtypes: Mapping[str, str]) -> None:
+    fp8 = [name for name, dtype in dtypes.items() if dtype.startswith("F8") or name.endswith("weight_scale_inv")]
+    if fp8:
+        must = f"FP8 weights are not supported yet, they must be {', '.join(DTYPES)}"
+        raise CheckpointError(f"{directory}: {must}: got {len(fp8)} FP8 tensors: {_some(fp8)}")
     wanted = expected(config)
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted and not optional(config, name)]
@@ -149,7 +163,17 @@ def _verify(directory: Path, config: ModelConfig, found: Shapes) -> None:
         for name, shape in wanted.items()
         if found.get(name, shape) != shape
     ]
-    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+    ill_typed = [
+        f"{name} (must be {', '.join(DTYPES)}, got {dtypes[name]})"
+        for name in wanted
+        if dtypes.get(name, DTYPES[0]) not in DTYPES
+    ]
+    kinds = (
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("of another shape", misshapen),
+        ("of another dtype", ill_typed),
+    )
     lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names]
     if lines:
         raise CheckpointError(f"{directory}: tensors must be those of config.json\n  " + "\n  ".join(lines))
@@ -164,8 +188,15 @@ def write_checkpoint(directory: str | Path, config: ModelConfig, *, seed: int = 
     """Write a checkpoint with seeded float32 weights: every tensor of the format, in `shards` files.
 
     Projections have variance 1 / inputs, so that features keep the size of about 1; norms are near 1.
+    Raises `InputError` when the directory holds a checkpoint already, and for `shards` that would be empty.
     """
     directory = Path(directory)
+    count = len(expected(config))
+    if not 1 <= shards <= count:
+        raise InputError(f"shards: must be in 1..{count}, the number of tensors: got {shards}")
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+        if (directory / name).exists():
+            raise InputError(f"directory: must not hold a checkpoint already: got {directory / name}")
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _weight(name, shape, generator) for name, shape in expected(config).items()}

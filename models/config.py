@@ -6,6 +6,7 @@ read here: `rope_theta` with `rope_scaling` (as DeepSeek published them) and
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def load_config(directory: str | Path) -> ModelConfig:
         given = json.loads(path.read_text())
     except OSError as error:
         raise InputError(f"{path}: must be a readable file: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: must be JSON: {error}") from None
     try:
         return parse_config(given)
@@ -107,7 +108,9 @@ def parse_config(given: Any) -> ModelConfig:
         num_hidden_layers=read.count("num_hidden_layers"),
         vocab_size=read.count("vocab_size"),
         intermediate_size=read.count("intermediate_size"),
-        moe_intermediate_size=read.count("moe_intermediate_size", default=1),
+        moe_intermediate_size=read.count(
+            "moe_intermediate_size", default=_REQUIRED if given.get("n_routed_experts") else 1
+        ),
         n_routed_experts=read.count("n_routed_experts", default=None),
         n_shared_experts=read.count("n_shared_experts", default=None),
         first_k_dense_replace=read.count("first_k_dense_replace", default=0, least=0),
@@ -121,7 +124,12 @@ def parse_config(given: Any) -> ModelConfig:
 
 def _unsupported(given: Mapping[str, Any]) -> None:
     """Fields that would change the numbers in a way that is not implemented."""
-    for name, only in (("attention_bias", False), ("rope_interleave", True), ("hidden_act", "silu")):
+    for name, only in (
+        ("attention_bias", False),
+        ("rope_interleave", True),
+        ("mlp_bias", False),
+        ("hidden_act", "silu"),
+    ):
         if given.get(name, only) != only:
             raise InputError(f"{name}: only {only!r} is supported: got {given[name]!r}")
     if quantization := given.get("quantization_config"):
@@ -130,6 +138,10 @@ def _unsupported(given: Mapping[str, Any]) -> None:
 
 def _attention(read: "_Reader", given: Mapping[str, Any]) -> MlaConfig:
     theta, yarn = _rope(given)
+    heads = read.count("num_attention_heads")
+    if read.count("num_key_value_heads", default=heads) != heads:
+        got = given["num_key_value_heads"]
+        raise InputError(f"num_key_value_heads: must equal num_attention_heads, {heads}, in MLA: got {got}")
     return MlaConfig(
         hidden_size=read.count("hidden_size"),
         num_attention_heads=read.count("num_attention_heads"),
@@ -153,6 +165,9 @@ def _rope(given: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     if not isinstance(scaling, dict):
         raise InputError(f"{name}: must be an object: got {scaling!r}")
     theta = _Reader({**given, **scaling}).number("rope_theta", default=10000.0)
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        got = scaling["partial_rotary_factor"]
+        raise InputError(f"{name}.partial_rotary_factor: only 1.0 is supported: got {got!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -166,10 +181,10 @@ def _rope(given: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     return theta, Yarn(
         factor=read.number("factor", default=stretched),
         original_max_position_embeddings=original,
-        beta_fast=read.number("beta_fast", default=32.0),
-        beta_slow=read.number("beta_slow", default=1.0),
-        mscale=read.number("mscale", default=0.0),
-        mscale_all_dim=read.number("mscale_all_dim", default=0.0),
+        beta_fast=read.number("beta_fast", default=32.0, least=0.0) or 32.0,
+        beta_slow=read.number("beta_slow", default=1.0, least=0.0) or 1.0,
+        mscale=read.number("mscale", default=0.0, least=0.0),
+        mscale_all_dim=read.number("mscale_all_dim", default=0.0, least=0.0),
         attention_factor=None if scaling.get("attention_factor") is None else read.number("attention_factor"),
     )
 
@@ -192,10 +207,13 @@ class _Reader:
             raise InputError(f"{self.prefix}{name}: must be an integer of at least {least}: got {value!r}")
         return value
 
-    def number(self, name: str, *, default: Any = _REQUIRED) -> float:
+    def number(self, name: str, *, default: Any = _REQUIRED, least: float = -math.inf) -> float:
         value = self.present(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise InputError(f"{self.prefix}{name}: must be a number: got {value!r}")
+        if not math.isfinite(value) or value < least:
+            kind = "a finite number" if least == -math.inf else f"a finite number of at least {least:g}"
+            raise InputError(f"{self.prefix}{name}: must be {kind}: got {value!r}")
         return float(value)
 
     def flag(self, name: str) -> bool:

@@ -122,6 +122,38 @@ def test_prediction_layers_and_a_tied_head_may_be_there(tmp_path):
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_weights_of_a_dtype_that_is_not_read_are_refused(dtype, directory):
+    name = "model.layers.0.self_attn.o_proj.weight"
+    rewrite(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(
+        CheckpointError, match=r"1 (of another dtype|FP8 tensors): model.layers.0.self_attn.o_proj.weight"
+    ):
+        Checkpoint.open(directory)
+
+
+def test_scales_of_fp8_weights_are_called_so(directory):
+    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    rewrite(directory, lambda tensors: tensors.update({name: torch.ones(1, 1)}))
+    with pytest.raises(CheckpointError, match=r"FP8 weights are not supported yet, .*: got 1 FP8 tensors: .*scale_inv"):
+        Checkpoint.open(directory)
+
+
+def test_a_checkpoint_is_not_written_over(directory):
+    before = (directory / "model.safetensors").read_bytes()
+    with pytest.raises(InputError, match=r"directory: must not hold a checkpoint already: got .*config.json"):
+        write_checkpoint(directory, TINY, shards=2)
+    assert (directory / "model.safetensors").read_bytes() == before
+
+
+def test_shards_are_files_beside_the_index(tmp_path):
+    write_checkpoint(tmp_path, TINY, shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"every file of weight_map must lie beside it: got ../elsewhere"):
+        Checkpoint.open(tmp_path)
+
+
 def test_files_that_are_not_there_or_not_readable(tmp_path):
     with pytest.raises(InputError, match=r"config.json: must be a readable file: No such file"):
         Checkpoint.open(tmp_path)
@@ -156,6 +188,7 @@ def test_one_tensor_in_two_files(tmp_path):
         ({"layer": 2}, r"layer: must be in 0..1: got 2"),
         ({"ranks": 3}, r"ranks: must divide num_attention_heads, 4: got 3"),
         ({"rank": 2}, r"rank: must be in 0..1: got 2"),
+        ({"dtype": torch.int32}, r"dtype: must be floating: got torch.int32"),
     ],
 )
 def test_bad_requests(directory, arguments, message):

@@ -65,6 +65,14 @@ def test_factor_from_the_lengths_when_it_is_null():
     assert parse_config({**GIVEN, "rope_scaling": scaling}).attention.yarn.factor == 32.0
 
 
+def test_a_beta_of_zero_or_null_is_the_default():
+    for beta in (0, None):
+        yarn = parse_config(
+            {**GIVEN, "rope_scaling": {**GIVEN["rope_scaling"], "beta_fast": beta, "beta_slow": beta}}
+        ).attention.yarn
+        assert (yarn.beta_fast, yarn.beta_slow) == (32.0, 1.0)
+
+
 def test_no_low_rank_query_and_no_rope_scaling():
     config = parse_config({**GIVEN, "q_lora_rank": None, "rope_scaling": None})
     assert config.attention.q_lora_rank is None and config.attention.yarn is None
@@ -84,6 +92,18 @@ def test_round_trip(config):
         ({"kv_lora_rank": 0}, "kv_lora_rank: must be an integer of at least 1: got 0"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers: must be an integer of at least 1: got '3'"),
         ({"qk_rope_head_dim": 5}, "qk_rope_head_dim: must be even, for pairs to rotate: got 5"),
+        ({"mlp_bias": True}, "mlp_bias: only False is supported: got True"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size: must be given: got nothing"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: must be a finite number: got nan"),
+        (
+            {"rope_scaling": {**GIVEN["rope_scaling"], "beta_fast": -1}},
+            "beta_fast: must be a finite number of at least 0: got -1",
+        ),
+        (
+            {"rope_scaling": {**GIVEN["rope_scaling"], "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor: only 1.0 is supported: got 0.5",
+        ),
+        ({"num_key_value_heads": 2}, "num_key_value_heads: must equal num_attention_heads, 4, in MLA: got 2"),
         ({"attention_bias": True}, "attention_bias: only False is supported: got True"),
         ({"rope_interleave": False}, "rope_interleave: only True is supported: got False"),
         ({"hidden_act": "gelu"}, "hidden_act: only 'silu' is supported: got 'gelu'"),

@@ -64,6 +64,7 @@ CASES = {
             "rope_theta": 500.0,
         },
     ),
+    "v3 yarn with a ramp": (DeepseekV3Config, {"rope_scaling": {**YARN, "original_max_position_embeddings": 4096}}),
     "v3 epsilon": (DeepseekV3Config, {"rms_norm_eps": 1e-3}),
     "v2": (DeepseekV2Config, {}),
     "v2 yarn without q_lora": (DeepseekV2Config, {"rope_scaling": YARN, "q_lora_rank": None}),
