@@ -36,7 +36,7 @@ class Op:
     writes: ClassVar[Mapping[int, int]] = MappingProxyType({})
     uses: ClassVar[tuple[str, ...]] = ()
     communicates: ClassVar[str | None] = None
-    #: True when a rule needs to know which rank it runs on; it then gets `rank` and `ranks`.
+    #: True when a rule needs to know which rank it runs on; it then gets `rank`.
     needs_rank: ClassVar[bool] = False
 
     @property

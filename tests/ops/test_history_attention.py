@@ -85,9 +85,11 @@ def test_any_tile(rules, rng, monkeypatch, case, shuffled, tile):
     run(rules, Shard(rules, rng, *case, shuffled=shuffled))
 
 
-@pytest.mark.parametrize("heads", [1, 16])
-def test_more_keys_than_a_tile(rules, rng, heads):
-    run(rules, Shard(rules, rng, (1,), (history_attention.TILE + 5,), 1, 128, heads=heads))
+@pytest.mark.parametrize(("heads", "tiles"), [(1, 1), (16, 1), (2, 2)])
+@pytest.mark.parametrize("shuffled", [True, False], ids=["scattered", "consecutive"])
+def test_more_keys_than_a_tile(rules, rng, heads, tiles, shuffled):
+    keys = tiles * history_attention.TILE + 5
+    run(rules, Shard(rules, rng, (1,), (keys,), 1, 128, heads=heads, shuffled=shuffled))
 
 
 @pytest.mark.parametrize("case", CASES)
