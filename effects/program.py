@@ -12,7 +12,7 @@ issues them.  What runs when is decided by streams and events only:
 A program compares by value and prints like a jaxpr with its streams.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from attrs import evolve, field, frozen
@@ -148,12 +148,7 @@ class Program:
 
     def memory(self) -> dict[str, str]:
         """For every value, the value in whose memory it lies: itself, or the first version of its state."""
-        root = {i.name: i.name for i in self.inputs}
-        for launch in self.launches:
-            root.update((name, name) for name in launch.results)
-            for operand, result in launch.op.writes.items():
-                root[launch.results[result]] = root[launch.operands[operand]]
-        return root
+        return memory_of((i.name for i in self.inputs), self.launches)
 
     def home(self) -> dict[str, str]:
         """For every value that a launch allocates, the stream it is allocated on."""
@@ -169,3 +164,13 @@ class Program:
         width = max(len(MAIN), *(len(stream) for stream, _ in shown)) if shown else len(MAIN)
         lines = [f"{stream:<{width}}  {effect}" for stream, effect in shown]
         return "\n".join([head, *lines, f"{MAIN:<{width}}  return {' '.join(self.outputs)}"])
+
+
+def memory_of(inputs: Iterable[str], launches: Iterable[Launch]) -> dict[str, str]:
+    """For every value, the value in whose memory it lies: an op that writes a state returns it in the same memory."""
+    root = {name: name for name in inputs}
+    for launch in launches:
+        root.update((name, name) for name in launch.results)
+        for operand, result in launch.op.writes.items():
+            root[launch.results[result]] = root[launch.operands[operand]]
+    return root

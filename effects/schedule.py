@@ -36,7 +36,7 @@ from typing import Literal
 from attrs import define, field
 
 from mla_fx.effects.op import Call, Value
-from mla_fx.effects.program import MAIN, Drop, Effect, Input, Keep, Launch, Program, Record, Wait
+from mla_fx.effects.program import MAIN, Drop, Effect, Input, Keep, Launch, Program, Record, Wait, memory_of
 from mla_fx.effects.step import Step
 
 #: An orchestration: from a call (its op, its operands) to the name of its stream.
@@ -179,9 +179,17 @@ def _topological(after: dict[Call, set[Call]]) -> list[Call]:
 # --- effects -----------------------------------------------------------------
 
 
+class _Needs(dict[int, str]):
+    """Launches that must run first, each with the reasons, as a reader of the listing wants them."""
+
+    def add(self, launch: int, why: str) -> None:
+        reasons = self.get(launch, why).split(", ")
+        self[launch] = ", ".join(reasons if why in reasons else [*reasons, why])
+
+
 @define
 class _Plan:
-    """Launches in issue order; effects that go before and behind each are collected in `before` and `behind`."""
+    """Launches in issue order, and what is derived to stand before and behind each of them."""
 
     launches: list[Launch]
     inputs: tuple[str, ...]
@@ -208,71 +216,54 @@ class _Plan:
             self.ordered.append(have)
             last[stream] = have | (1 << (j + 1))
 
-    def _needs(self) -> list[dict[int, str]]:
-        """For each launch, and for the end, the launches that must run before it, each with the reason."""
+    def _needs(self) -> list["_Needs"]:
+        """For each launch, and for the end, the launches that must run before it, each with the reasons."""
         producer = dict.fromkeys(self.inputs, -1)
-        root = {name: name for name in self.inputs}
-        users: dict[str, list[int]] = defaultdict(list)
-        last_writer: dict[str, int] = {}
-        last_use: dict[str, int] = {}
-        needs: list[dict[int, str]] = []
+        root = memory_of(self.inputs, self.launches)
+        users: dict[str, list[int]] = defaultdict(list)  # of a state, since it was written
+        writer: dict[str, int] = {}
+        shared: dict[str, int] = {}  # workspace or group -> its last user
+        found: list[_Needs] = []
         for j, launch in enumerate(self.launches):
-            need: dict[int, str] = {}
-
-            def want(i: int, why: str, need: dict[int, str] = need) -> None:
-                need[i] = f"{need[i]}, {why}" if i in need and why not in need[i].split(", ") else need.get(i, why)
-
+            need = _Needs()
             for position, name in enumerate(launch.operands):
-                want(producer[name], name)
-                memory = root[name]
-                if memory in last_writer:
-                    want(last_writer[memory], name)
-                if position in launch.op.writes:
-                    for i in users[memory]:
-                        want(i, name)
-            for shared in launch.op.uses:
-                if shared in last_use:
-                    want(last_use[shared], shared)
-                last_use[shared] = j
-            if group := launch.op.communicates:
-                if group in last_use:
-                    want(last_use[group], f"order over {group}")
-                last_use[group] = j
+                need.add(producer[name], name)
+                if root[name] in writer:
+                    need.add(writer[root[name]], name)
+                for i in users[root[name]] if position in launch.op.writes else ():
+                    need.add(i, name)
+            for name in filter(None, (*launch.op.uses, launch.op.communicates)):
+                if name in shared:
+                    need.add(shared[name], name)
+                shared[name] = j
             producer.update(dict.fromkeys(launch.results, j))
-            root.update({name: name for name in launch.results})
-            for position, result in launch.op.writes.items():
-                memory = root[launch.results[result]] = root[launch.operands[position]]
-                last_writer[memory], users[memory] = j, []
+            for result in launch.op.writes.values():
+                memory = root[launch.results[result]]
+                writer[memory], users[memory] = j, []
             for name in launch.operands:
                 users[root[name]].append(j)
-            need.pop(j, None)
-            needs.append(need)
-        tails = {launch.stream: j for j, launch in enumerate(self.launches)}
-        end = {j: f"{stream} joins" for stream, j in tails.items()}
+            found.append(need)
+        end = _Needs()
         for name in self.outputs:
-            if producer[name] in end:
-                end[producer[name]] = name
-        needs.append(end)
-        return needs
+            end.add(producer[name], name)
+        for stream, j in {launch.stream: j for j, launch in enumerate(self.launches)}.items():
+            if j not in end:
+                end.add(j, f"{stream} joins")
+        return [*found, end]
 
     def lifetimes(self, *, conservative: bool) -> None:
         """Derive the drops and the keeps."""
-        root = {name: name for name in self.inputs}
-        touched: dict[str, list[int]] = {}  # memory -> launches that use it, the one that allocates it first
-        for j, launch in enumerate(self.launches):
-            for name in launch.operands:
-                touched.get(root[name], []).append(j)
-            written = {launch.results[r]: root[launch.operands[o]] for o, r in launch.op.writes.items()}
-            for name in launch.results:
-                root[name] = written.get(name, name)
-                if name not in written:
-                    touched[name] = [j]
+        root = memory_of(self.inputs, self.launches)
         held = {root[name] for name in self.outputs}
-        for memory, uses in touched.items():
+        touched: dict[str, list[int]] = defaultdict(list)  # memory -> launches that use it, its allocation first
+        for j, launch in enumerate(self.launches):
+            for memory in dict.fromkeys(root[name] for name in (*launch.operands, *launch.results)):
+                touched[memory].append(j)
+        for memory in [memory for memory in touched if memory not in self.inputs]:
+            uses = touched[memory]
             away = [j for j in uses if self.launches[j].stream != self.launches[uses[0]].stream]
             if conservative:
-                first = {self.launches[j].stream: j for j in reversed(away)}
-                for stream, j in first.items():
+                for stream, j in {self.launches[j].stream: j for j in reversed(away)}.items():
                     self.keeps[j].append(Keep(memory, stream))
             if memory not in held:
                 self._drop(memory, uses, [] if conservative else away)
