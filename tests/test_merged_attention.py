@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mla_fx import all_to_all, backends, combine, current_attention, gather_heads, history_attention, orchestrations
 from mla_fx.decode import batch_avals
-from mla_fx.effects import Aval, Program, Step, arguments, schedule
+from mla_fx.effects import Aval, Program, Step, arguments, ops, schedule
 from mla_fx.parameters import Cache
 from tests.oracles import dense_causal, single_pass
 from tests.sequences import Case, Sequences, fill
@@ -158,6 +158,27 @@ def test_real_sizes_and_thousands_of_tokens(dtype, ranks):
         ),
         "attention-aside",
     )
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_partials_of_empty_shards_may_hold_anything(name):
+    """Four ranks, of which three have no history: what they send beside an LSE of -inf is NaN, and does not arrive."""
+    case = Case(history=(3, 0), query=(2, 1), ranks=4, interleave=4, dtype="fp64")
+    data = fill(case)
+    plain = backends.get(name, ranks=4)
+    poisoned = 0
+
+    def history(*operands, scale):
+        nonlocal poisoned
+        out, lse = plain.rules[ops.HistoryAttention](*operands, scale=scale)
+        out[lse == -torch.inf] = torch.nan
+        poisoned += int(out.isnan().any())
+        return out, lse
+
+    program = schedule(merge_step(case), orchestrations.attention_aside)
+    found = merged(plain.with_rules({ops.HistoryAttention: history}), program, data)
+    assert poisoned == 4  # the rank with history too: the second request has none anywhere
+    torch.testing.assert_close(found, whole(data, dense_causal, torch.float64), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
