@@ -4,7 +4,9 @@ Nothing of this is baked into a program; one compiled program serves every
 batch of its shape.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from operator import index
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -55,7 +57,7 @@ def plan_batch(
     `table_width` are the T, B and M of the program, to which the batch is padded.
     Raises `InputError` naming the field.
     """
-    query, history = tuple(int(n) for n in query), tuple(int(n) for n in history)
+    query, history = _integers("query", query), _integers("history", history)
     if len(history) != len(query):
         raise InputError(f"history: must have one length for each of query, {len(query)}: got {len(history)}")
     if len(query) > requests:
@@ -98,7 +100,8 @@ def _table(
     if len(given) != len(query):
         raise InputError(f"block_table: must have one row for each of query, {len(query)}: got {len(given)}")
     table = torch.zeros((requests, width), dtype=torch.int32)
-    written: dict[int, int] = {}
+    reached: Counter[int] = Counter()
+    written: list[tuple[int, int]] = []  # request, block
     for b, row in enumerate(given):
         ids = row.tolist() if isinstance(row, torch.Tensor) else list(row)
         total = history[b] + query[b]
@@ -111,13 +114,20 @@ def _table(
         for column, block in enumerate(ids[:need]):
             if not 0 <= block < blocks:
                 raise InputError(f"block_table[{b}, {column}]: must be in 0..{blocks - 1}: got {block}")
-        for block in ids[history[b] // (sharding.block_size * sharding.ranks) : need] if query[b] else ():
-            if written.setdefault(block, b) != b:
-                raise InputError(
-                    f"block_table[{b}]: a block that is written belongs to one request: got {block}, "
-                    f"also of request {written[block]}"
-                )
+        reached.update(ids[:need])
+        if query[b]:
+            written += [(b, block) for block in ids[history[b] // (sharding.block_size * sharding.ranks) : need]]
         kept = ids[:width]
         # Entries behind the needed ones are carried along unread, clipped to what int32 holds.
         table[b, : len(kept)] = torch.tensor(kept, dtype=torch.int64).clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    for b, block in written:
+        if reached[block] > 1:  # blocks that are only read may be shared, as a common prefix is
+            raise InputError(f"block_table[{b}]: a block that is written must be in the tables once: got {block} again")
     return table
+
+
+def _integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(index(length) for length in lengths)
+    except TypeError:
+        raise InputError(f"{name}: each length must be an integer: got {lengths!r}") from None

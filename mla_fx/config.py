@@ -7,6 +7,7 @@ Names are those of a Hugging Face `config.json`; reading one is for
 import math
 
 from attrs import Attribute, field, frozen
+from attrs.validators import optional
 
 from mla_fx.effects import InputError
 
@@ -23,12 +24,17 @@ def _even(instance: object, attribute: "Attribute[int]", value: int) -> None:
 
 
 def _at_least_one(instance: object, attribute: "Attribute[float]", value: float) -> None:
-    if not isinstance(value, int | float) or value < 1:
+    if not isinstance(value, int | float) or not 1 <= value < math.inf:
         raise InputError(f"{attribute.name}: must be a number of at least 1: got {value!r}")
 
 
+def _above_one(instance: object, attribute: "Attribute[float]", value: float) -> None:
+    if not isinstance(value, int | float) or not 1 < value < math.inf:
+        raise InputError(f"{attribute.name}: must be a number above 1: got {value!r}")
+
+
 def _above_zero(instance: object, attribute: "Attribute[float]", value: float) -> None:
-    if not isinstance(value, int | float) or value <= 0:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(f"{attribute.name}: must be a number above 0: got {value!r}")
 
 
@@ -42,8 +48,8 @@ class Yarn:
 
     factor: float = field(validator=_at_least_one)
     original_max_position_embeddings: int = field(validator=_positive)
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: float = field(default=32.0, validator=_above_zero)
+    beta_slow: float = field(default=1.0, validator=_above_zero)
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
     attention_factor: float | None = None
@@ -68,12 +74,12 @@ class MlaConfig:
 
     hidden_size: int = field(validator=_positive)
     num_attention_heads: int = field(validator=_positive)
-    q_lora_rank: int | None = None
+    q_lora_rank: int | None = field(default=None, validator=optional(_positive))
     kv_lora_rank: int = field(validator=_positive)
     qk_nope_head_dim: int = field(validator=_positive)
     qk_rope_head_dim: int = field(validator=_even)
     v_head_dim: int = field(validator=_positive)
-    rope_theta: float = field(default=10000.0, validator=_above_zero)
+    rope_theta: float = field(default=10000.0, validator=_above_one)
     yarn: Yarn | None = None
     rms_norm_eps: float = field(default=1e-6, validator=_above_zero)
     #: Epsilon of `q_a_layernorm` and `kv_a_layernorm`; Hugging Face builds them with 1e-6, not with rms_norm_eps.

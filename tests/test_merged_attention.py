@@ -72,6 +72,18 @@ def whole(data: Sequences, attend, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def largest_score(data: Sequences) -> float:
+    """The largest scaled score of any new token with any key of its request, in size."""
+    largest, start = 0.0, 0
+    for b, new in enumerate(data.case.query):
+        own = slice(start, start + new)
+        pairs = ((data.q_latent[own], data.latents[b]), (data.q_rope[own], data.ropes[b]))
+        if new:
+            largest = max(largest, float(sum(SCALE * q.double() @ k.double().T for q, k in pairs).abs().max()))
+        start += new
+    return largest
+
+
 def verify(case: Case, orchestration: str, seed: int | None = None) -> None:
     data = fill(case)
     program = schedule(merge_step(case), orchestrations.NAMED[orchestration])
@@ -87,8 +99,10 @@ def verify(case: Case, orchestration: str, seed: int | None = None) -> None:
     else:
         one_pass = whole(data, single_pass, data.q_latent.dtype)
         error, allowed = (result.double() - exact).norm(), (one_pass.double() - exact).norm()
-        # One pass over a key or two can be exact by luck; half a rounding of the result is always allowed for.
-        floor = exact.norm() * torch.finfo(result.dtype).eps / 4
+        # One pass over a few keys can be exact by luck.  Always allowed for: half a rounding of the result, and half
+        # a rounding of the float32 LSE, which between shards turns into a relative error of their weights.
+        rounding = torch.finfo(result.dtype).eps + torch.finfo(torch.float32).eps * largest_score(data)
+        floor = exact.norm() * rounding / 4
         assert error <= 2 * max(allowed, floor), f"error {error:.3g}, one pass {allowed:.3g}"
     padding = result[sum(case.query) :]
     assert torch.equal(padding, torch.zeros_like(padding))

@@ -145,16 +145,25 @@ def test_plain_frequencies(theta, dim):
     dim=st.integers(1, 64).map(lambda n: 2 * n),
     theta=st.sampled_from([1000.0, 10000.0, 500000.0]),
     factor=st.floats(1, 64),
-    original=st.sampled_from([16, 128, 4096, 32768]),
+    original=st.sampled_from([6, 16, 128, 4096, 32768]),
     betas=st.sampled_from([(32.0, 1.0), (16.0, 2.0), (4.0, 3.9)]),
 )
 def test_yarn_frequencies(dim, theta, factor, original, betas):
     """Also where no pair turns beta_fast times, and where both corrections fall on one pair."""
     fast, slow = betas
-    assume(turns(0, theta, dim, original) >= slow)  # else the definition has no pair to slow from
     scaling = yarn(factor=factor, original_max_position_embeddings=original, beta_fast=fast, beta_slow=slow)
+    low, high = corrections(theta, dim, scaling)
+    assume(low <= high)  # else even the first pair turns too rarely, and there is no ramp to speak of
     f = frequencies(attrs.evolve(V3, rope_theta=theta, qk_rope_head_dim=dim, yarn=scaling))
     assert f == pytest.approx(by_pair(theta, dim, scaling), rel=1e-12)
+
+
+def test_both_corrections_on_one_pair():
+    """Six tokens are not one turn of the first pair: a step behind it, instead of a ramp."""
+    scaling = yarn(original_max_position_embeddings=6)
+    assert corrections(10000.0, 64, scaling) == (0, 0)
+    f = frequencies(attrs.evolve(V3, yarn=scaling))
+    assert f == pytest.approx([1.0, *(10000.0 ** (-i / 32) / 40 for i in range(1, 32))], rel=1e-12)
 
 
 # --- from a config to rotated features -------------------------------------
@@ -220,10 +229,10 @@ def test_odd_rotation_is_refused():
         attrs.evolve(V3, qk_rope_head_dim=63)
 
 
-@pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps", "latent_norm_eps"])
-@pytest.mark.parametrize("value", [0, -1.0, "1"])
-def test_constants_that_are_refused(name, value):
-    with pytest.raises(InputError, match=rf"^{name}: must be a number above 0: got {value!r}$"):
+@pytest.mark.parametrize(("name", "bound"), [("rope_theta", 1), ("rms_norm_eps", 0), ("latent_norm_eps", 0)])
+@pytest.mark.parametrize("value", [0, -1.0, "1", float("nan"), float("inf")])
+def test_constants_that_are_refused(name, bound, value):
+    with pytest.raises(InputError, match=rf"^{name}: must be a number above {bound}: got {value!r}$"):
         attrs.evolve(V3, **{name: value})
 
 

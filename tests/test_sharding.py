@@ -216,6 +216,12 @@ def test_any_step(requests, ranks, interleave, per_block, padding, draw):
         assert batch.history_lengths == (*local, *[0] * padding)
 
 
+def test_entries_beyond_int32_do_not_wrap():
+    """What nobody looks at may be anything, but a huge id must not come out as a small one that looks right."""
+    first, _ = plan(block_table=[[5, 3, 2**40 + 2], [6, -(2**40), 0], [1, 0, 0]])
+    assert first.block_table[:2].tolist() == [[5, 3, 2**31 - 1], [6, -(2**31), 0]]
+
+
 def test_step_without_requests():
     (batch,) = plan_batch(
         Sharding(), history=[], query=[], block_table=[], blocks=1, tokens=2, requests=1, table_width=1
@@ -264,9 +270,17 @@ REFUSED = {
         {"block_table": [*ROW[:2], [2147480000, 0, 0]]},
         r"block_table\[2, 0\]: must be in 0\.\.7: got 2147480000",
     ),
+    "a request writes into its own history": (
+        {"block_table": [[5, 5, 0], [3, 0, 0], ROW[2]]},
+        r"block_table\[0\]: a block that is written must be in the tables once: got 5 again",
+    ),
+    "a length that is no integer": (
+        {"query": [1.5, 1, 0]},
+        r"query: each length must be an integer: got \[1\.5, 1, 0\]",
+    ),
     "two requests write to one block": (
         {"block_table": [[5, 3, 0], [3, 0, 0], ROW[2]]},
-        r"block_table\[1\]: a block that is written belongs to one request: got 3, also of request 0",
+        r"block_table\[0\]: a block that is written must be in the tables once: got 3 again",
     ),
 }
 
