@@ -2,11 +2,13 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+from mla_fx import cli
 from mla_fx.cli import main
 from mla_fx.models import small_config, write_checkpoint
 from tests.test_imports import ROOT
@@ -174,6 +176,23 @@ def test_help_is_worth_reading(capsys, command):
     assert "examples:" in out and len(out.split()) > 150
     for line in re.findall(r"^  mla-fx (.*)$", out, re.MULTILINE):
         assert line.startswith(command)
+
+
+COMMANDS = [line.split("    ")[0] for examples in cli._EXAMPLES.values() for line in examples]
+COMMANDS += [
+    f"mla-fx decode {found}" for found in re.findall(r'make decode ARGS="(.*?)"', (ROOT / "README.md").read_text())
+]
+COMMANDS += re.findall(r"`(mla-fx \w+ --without \d+)`", (ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_of_the_help_and_the_readme_run(capsys, mine, command):
+    """Shortened to two steps; only leaving an effect out is illegal."""
+    write_checkpoint("DIR", small_config())
+    arguments = shlex.split(command)[1:] + (["--steps", "2"] if "decode" in command else [])
+    status, out, err = run(capsys, *arguments)
+    assert (status, "Traceback" in err) == ("--without" in command, False), err
+    assert len(out.splitlines()) >= 1
 
 
 def test_ctrl_c_leaves_no_traceback(capsys, monkeypatch):
