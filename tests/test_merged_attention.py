@@ -6,6 +6,8 @@ one unsharded pass (`cpu`).  Cache rows and table entries behind the lengths
 are poisoned.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -72,8 +74,8 @@ def whole(data: Sequences, attend, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def largest_score(data: Sequences) -> float:
-    """The largest scaled score of any new token with any key of its request, in size."""
+def largest_lse(data: Sequences) -> float:
+    """How large an LSE can be: the largest score of a new token with a key of its request, and the log of all keys."""
     largest, start = 0.0, 0
     for b, new in enumerate(data.case.query):
         own = slice(start, start + new)
@@ -81,7 +83,8 @@ def largest_score(data: Sequences) -> float:
         if new:
             largest = max(largest, float(sum(SCALE * q.double() @ k.double().T for q, k in pairs).abs().max()))
         start += new
-    return largest
+    keys = max((h + q for h, q in zip(data.case.history, data.case.query, strict=True)), default=1)
+    return largest + math.log(max(keys, 1))
 
 
 def verify(case: Case, orchestration: str, seed: int | None = None) -> None:
@@ -101,7 +104,7 @@ def verify(case: Case, orchestration: str, seed: int | None = None) -> None:
         error, allowed = (result.double() - exact).norm(), (one_pass.double() - exact).norm()
         # One pass over a few keys can be exact by luck.  Always allowed for: half a rounding of the result, and half
         # a rounding of the float32 LSE, which between shards turns into a relative error of their weights.
-        rounding = torch.finfo(result.dtype).eps + torch.finfo(torch.float32).eps * largest_score(data)
+        rounding = torch.finfo(result.dtype).eps + torch.finfo(torch.float32).eps * (1 + largest_lse(data))
         floor = exact.norm() * rounding / 4
         assert error <= 2 * max(allowed, floor), f"error {error:.3g}, one pass {allowed:.3g}"
     padding = result[sum(case.query) :]
