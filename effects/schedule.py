@@ -244,11 +244,8 @@ class _Plan:
                 users[root[name]].append(j)
             found.append(need)
         end = _Needs()
-        for name in self.outputs:
+        for name in self.outputs:  # every launch is there for an output, so with them all streams have joined
             end.add(producer[name], name)
-        for stream, j in {launch.stream: j for j, launch in enumerate(self.launches)}.items():
-            if j not in end:
-                end.add(j, f"{stream} joins")
         return [*found, end]
 
     def lifetimes(self, *, conservative: bool) -> None:
