@@ -6,6 +6,7 @@ computations; here are the real operators, in one layer and in a stack.
 
 import pytest
 import torch
+from attrs import evolve
 from torch.utils import _pytree as pytree
 
 from mla_fx import (
@@ -118,11 +119,17 @@ def nothing_can_be_left_out(setup: Setup, program: Program) -> None:
             assert next(seeds, None) is not None, f"without '{effect}' no seed went wrong"
 
 
-def test_a_workspace_without_its_wait_is_torn():
-    """The only order that attention-aside needs beside the join is over scratch: no data flows there."""
+def test_a_workspace_without_its_order_is_torn():
+    """With the event recorded one launch too early all data is in order, and only the scratch is not."""
     program = schedule(ONE.step, orchestrations.attention_aside)
-    (at,) = [k for k, e in enumerate(program.effects) if isinstance(e, Wait) and e.why == "workspace"]
-    assert any("share scratch 'workspace'" in v.message for v in violations(program.without(at)))
+    expected = outputs(ONE, program, None)
+    effects = list(program.effects)
+    at = effects.index(Record("main", "e0"))
+    assert isinstance(effects[at - 1].op, ops.HistoryAttention)
+    effects[at - 1 : at + 1] = [effects[at], effects[at - 1]]
+    early = evolve(program, effects=tuple(effects))
+    assert [violation.rule for violation in violations(early)] == [2]
+    assert any(not equal(outputs(ONE, early, seed), expected) for seed in range(300))
 
 
 def test_caches_are_updated_in_place_under_any_interleaving():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mla_fx.effects import MAIN, Keep, Launch, Program, Record, Wait, check, schedule, violations
 from tests.effects import toys
+from tests.effects.test_check import shared
 
 STREAMS = ("main", "side", "comm", "aux")
 #: A race that exists is found well within this many seeds; the most that has been needed is a few dozen.
@@ -104,6 +105,16 @@ def test_verdict_of_mutants(pair):
 @given(mutants())
 def test_verdict_of_many_mutants(pair):
     verdict_holds(*pair)
+
+
+@pytest.mark.parametrize("op", [toys.Scratch, toys.Exchange], ids=["workspace", "collective"])
+def test_what_carries_no_data_is_ordered_too(op):
+    """Two launches that share only scratch, or only a group: no value is read too early, and the result is wrong."""
+    racy = shared(op)
+    assert [violation.rule for violation in violations(racy)] == [6 if op is toys.Exchange else 2]
+    assert toys.goes_wrong(racy, toys.run(racy), SEARCH)
+    harmless = shared(toys.One)
+    assert not toys.goes_wrong(harmless, toys.run(harmless), range(50))
 
 
 def test_mutants_reach_every_verdict():
