@@ -96,8 +96,7 @@ class Adversary:
         ]
         number = iter(range(len(program.launches)))
         self.index = [next(number) if isinstance(effect, Launch) else -1 for effect in program.effects]
-        written = {self.root[launch.operands[o]] for launch in program.launches for o in launch.op.writes}
-        self.states = [i.name for i in program.inputs if i.name in written]
+        self.states = program.states()
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         """One run; with the same seed and inputs, the same moves."""

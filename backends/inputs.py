@@ -46,7 +46,7 @@ def arguments_of(program: Program) -> tuple[str, ...]:
 def loader(program: Program, ranks: int) -> Load:
     """Generate the function that loads, checks and flattens the arguments for `ranks` ranks."""
     arguments = arguments_of(program)
-    states = _states(program)
+    states = program.states()
     scope: dict[str, Any] = {
         "torch": torch,
         "wrong": _wrong,
@@ -84,13 +84,6 @@ def loader(program: Program, ranks: int) -> Load:
     exec(compile("\n".join(lines), f"<inputs of {program.name}>", "exec"), scope)
     load: Load = scope["load"]
     return load
-
-
-def _states(program: Program) -> list[str]:
-    """Inputs that the program writes."""
-    root = program.memory()
-    written = {root[launch.operands[o]] for launch in program.launches for o in launch.op.writes}
-    return [i.name for i in program.inputs if i.name in written]
 
 
 def _refused(put: Input, leaf: str, state: bool) -> str:

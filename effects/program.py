@@ -150,6 +150,12 @@ class Program:
         """For every value, the value in whose memory it lies: itself, or the first version of its state."""
         return memory_of((i.name for i in self.inputs), self.launches)
 
+    def states(self) -> tuple[str, ...]:
+        """The inputs that a launch writes, in place."""
+        root = self.memory()
+        written = {root[launch.operands[operand]] for launch in self.launches for operand in launch.op.writes}
+        return tuple(i.name for i in self.inputs if i.name in written)
+
     def home(self) -> dict[str, str]:
         """For every value that a launch allocates, the stream it is allocated on."""
         return {name: launch.stream for launch in self.launches for name in launch.results}

@@ -9,11 +9,10 @@ import torch
 from attrs import frozen
 
 from mla_fx import Sharding, StepShape, plan_batch
+from mla_fx.backends.inputs import DTYPES
 from mla_fx.batch import Planned
 from mla_fx.parameters import Cache
 from tests.oracles import owner_by_walking
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @frozen

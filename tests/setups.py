@@ -6,10 +6,10 @@ import torch
 from attrs import frozen
 
 from mla_fx import MlaConfig, Sharding, StepShape, Yarn, attention_step, decode_stack, plan_batch
+from mla_fx.backends.inputs import DTYPES
 from mla_fx.batch import Planned
 from mla_fx.effects import Step
 from mla_fx.parameters import Cache, LayerParams, random_attention, shard_attention
-from tests.sequences import DTYPES
 
 CONFIG = MlaConfig(
     hidden_size=24,

@@ -9,16 +9,9 @@ import pytest
 import torch
 
 from mla_fx.backends import cpu, reference
+from mla_fx.backends.inputs import DTYPES
 from mla_fx.effects import Aval, Op
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: One rounding of the result, and what accumulation in the wide dtype may add to sums of size 1.
 TOLERANCE = {
