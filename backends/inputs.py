@@ -20,6 +20,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
     "fp64": torch.float64,
+    "int8": torch.int8,
     "int32": torch.int32,
     "int64": torch.int64,
 }
