@@ -12,18 +12,10 @@ from typing import Any
 
 import torch
 
+from mla_fx.dtypes import DTYPES as DTYPES
 from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program
 from mla_fx.effects.aval import FLOATS
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "int8": torch.int8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PATH = re.compile(r"(?P<argument>[A-Za-z_]\w*)(?P<rest>(\.[A-Za-z_]\w*|\[\d+\]|\['[^'\\]*'\])*)")
 

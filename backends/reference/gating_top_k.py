@@ -31,6 +31,6 @@ def rule(
         s = [s[x] if x // size in stay else -math.inf for x in range(len(s))]
         chosen = sorted(range(len(s)), key=lambda x: (-s[x], x))[:top_k]
         total = sum(p[x] for x in chosen) + 1e-20 if normalise else 1.0
-        weights[t] = torch.tensor([p[x] / total * scale for x in chosen])
+        weights[t] = torch.tensor([p[x] / total * scale for x in chosen], dtype=logits.dtype)
         experts[t] = torch.tensor(chosen)
     return weights, experts
