@@ -19,7 +19,8 @@ def rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score, drop groups, choose, weigh."""
     tokens, count = logits.shape
-    p = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(1)
+    # Not torch.sigmoid: its last bits depend on where in a row a logit lies, and equal logits must give equal scores.
+    p = 1 / (1 + torch.exp(-logits)) if scoring == "sigmoid" else logits.softmax(1)
     s = p + bias
     if top_groups < groups:
         grouped = s.view(tokens, groups, count // groups)

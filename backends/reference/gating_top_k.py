@@ -21,7 +21,7 @@ def rule(
     weights = logits.new_zeros(len(logits), top_k)
     experts = torch.zeros(len(logits), top_k, dtype=torch.int32)
     for t, row in enumerate(logits):
-        p = (torch.sigmoid(row) if scoring == "sigmoid" else torch.softmax(row, 0)).tolist()
+        p = (1 / (1 + torch.exp(-row)) if scoring == "sigmoid" else torch.softmax(row, 0)).tolist()
         s = [a + b for a, b in zip(p, bias.tolist(), strict=True)]
         size = len(s) // groups
         members = [range(i * size, (i + 1) * size) for i in range(groups)]

@@ -57,6 +57,13 @@ def test_poison_reaches_the_tokens_that_ask_for_it_only(rules):
     rules.close(got, [[0, 0], [1, 2], [0, 0], [math.nan, math.inf], [0, 0]])
 
 
+def test_padding_behind_the_vocabulary_is_no_token(rules, rng):
+    """Not even where a token that no value rule has seen asks for it."""
+    whole = rules.random(rng, 5, 3)
+    (got,) = rules(ops.Embedding(5, 2), torch.tensor([5, 4, 6]), shares(rules, whole, 2)[1], rank=1)
+    np.testing.assert_array_equal(exact(got), [np.zeros(3), exact(whole)[4], np.zeros(3)])
+
+
 def test_operands_stay_as_they_were(rules, rng):
     tokens, table = torch.tensor([2, -1, 0, 3]), rules.random(rng, 2, 3)
     before = tokens.clone(), table.clone()
@@ -94,7 +101,9 @@ def test_values_that_are_accepted(tokens):
     ops.Embedding(7, 2).value_rule(AVALS, {"tokens": np.array(tokens, dtype=np.int64)})
 
 
-@pytest.mark.parametrize(("tokens", "wrong"), [([0, 7, 8], 7), ([-2], -2), ([6, -1, -3], -3), ([1, 2**40], 2**40)])
+@pytest.mark.parametrize(
+    ("tokens", "wrong"), [([0, 7, 8], 7), ([7], 7), ([-2], -2), ([6, -1, -3], -3), ([1, 2**40], 2**40)]
+)
 def test_values_that_are_refused(tokens, wrong):
     """A row of the last rank's padding is no token of the vocabulary."""
     with pytest.raises(InputError, match=rf"^tokens: each must be -1 or in 0\.\.6: got {wrong}$"):

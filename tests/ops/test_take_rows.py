@@ -64,7 +64,7 @@ def test_values_that_are_accepted(rows):
     ops.TakeRows().value_rule(AVALS, {"rows": np.array(rows, dtype=np.int64)})
 
 
-@pytest.mark.parametrize(("rows", "wrong"), [([0, 5, 6], 5), ([-1, 2], -1), ([4, -3], -3)])
+@pytest.mark.parametrize(("rows", "wrong"), [([0, 5, 6], 5), ([5], 5), ([-1, 2], -1), ([4, -3], -3)])
 def test_values_that_are_refused(rows, wrong):
     """Rows are counted from 0: no row from the end."""
     with pytest.raises(InputError, match=rf"^rows: each must be in 0\.\.4: got {wrong}$"):
