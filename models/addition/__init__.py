@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 from typing import Final
 
+from mla_fx.effects import InputError
+
 if __name__ != "mla_fx.models.addition":  # reached as a top-level name from the checkout
     raise ImportError(f"import this package as 'mla_fx.models.addition', not {__name__!r}")
 
@@ -36,7 +38,7 @@ def problems(count: int, *, seed: int = 0) -> list[tuple[str, str]]:
     [('242 + 27 =', '269'), ('3 + 365 =', '368')]
     """
     if not 0 <= count <= LIMIT:
-        raise ValueError(f"count: must be from 0 to {LIMIT}: got {count}")
+        raise InputError(f"count: must be from 0 to {LIMIT}: got {count}")
     generator = random.Random(seed)
     found: dict[tuple[int, int], None] = {}
     while len(found) < count:

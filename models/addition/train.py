@@ -25,7 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor
 from tqdm import tqdm
 
-from mla_fx.models.addition import DIRECTORY, held_out, number, problems
+from mla_fx.models.addition import held_out, number, problems
 from mla_fx.models.addition.model import Config, Tensors, forward, mtp_forward
 
 SPECIAL: Final = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -331,7 +331,7 @@ def train(directory: Path, *, steps: int, seed: int, batch: int = 256, rate: flo
 def main() -> None:
     """Train, then measure what was written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DIRECTORY, help="directory to write (default: the package's own)")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--steps", type=int, default=10000, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
