@@ -213,7 +213,11 @@ def run_fia(workspace: torch.Tensor, *arguments: Any) -> None:
         scores = scores * fia.scale
         hidden = _hidden(fia, end - start, c.shape[0]).unsqueeze(1)
         scores = scores.masked_fill(hidden, -math.inf)
-        lse = torch.logsumexp(scores, -1, keepdim=True) if c.shape[0] else scores.new_full((*scores.shape[:2], 1), -math.inf)
+        lse = (
+            torch.logsumexp(scores, -1, keepdim=True)
+            if c.shape[0]
+            else scores.new_full((*scores.shape[:2], 1), -math.inf)
+        )
         unseen = lse == -math.inf
         weights = torch.exp(scores - lse.masked_fill(unseen, 0)).masked_fill(hidden, 0)
         values = c.masked_fill(hidden.all(0).all(0).unsqueeze(-1), 0)

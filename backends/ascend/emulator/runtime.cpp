@@ -209,6 +209,24 @@ void emulator_recover() {
   m.faulted = false;
 }
 
+// An operator that is not in Python's table: the wheel then takes an older way, by the operator's type, and ends here.
+static aclError absent(const char* type) {
+  m.message = std::string("emulated CANN: operator ") + type + " is not in the emulator's table";
+  return 500001;
+}
+
+aclError aclopCompileAndExecute(const char* type, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
+                                const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*,
+                                aclopEngineType, aclopCompileType, const char*, aclrtStream) {
+  return absent(type);
+}
+
+aclError aclopCompileAndExecuteV2(const char* type, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
+                                  aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
+                                  aclrtStream) {
+  return absent(type);
+}
+
 // --- what is asked about the platform ------------------------------------------
 
 const char* aclrtGetSocName() { return "Ascend910B1"; }  // an A2 that the wheel knows
