@@ -144,6 +144,8 @@ class _Writer:
     device: Any
     scope: dict[str, Any] = field(factory=dict)
     names: dict[str, str] = field(factory=dict)
+    numbers: dict[str, int] = field(factory=dict)
+    called: dict[tuple[int, str], str] = field(factory=dict)
     lines: list[str] = field(factory=list)
     streams: dict[tuple[int, str], Any] = field(factory=dict)
     events: dict[tuple[int, str], Any] = field(factory=dict)
@@ -158,10 +160,10 @@ class _Writer:
         """The source of `body`."""
         inputs, outputs = self.program.inputs, self.program.outputs
         self.names = {put.name: f"x{number}" for number, put in enumerate(inputs)}
-        for number, name in enumerate(self.program.streams):
-            for rank in self.ranks:
+        self.numbers = {name: number for number, name in enumerate(self.program.streams)}
+        for rank in self.ranks:
+            for name in self.numbers:
                 self.streams[rank, name] = self.scope[self.stream(rank, name)] = self.device.Stream()
-            assert self.stream(0, name) == f"s{number}_0"
         arguments = ", ".join(f"{self.names[put.name]}_{rank}" for put in inputs for rank in self.ranks)
         self.begin()
         for effect in self.program.effects:
@@ -261,14 +263,14 @@ class _Writer:
         self.lines.append(line)
 
     def stream(self, rank: int, name: str) -> str:
-        return f"s{self.program.streams.index(name)}_{rank}"
+        return f"s{self.numbers[name]}_{rank}"
 
     def event(self, rank: int, name: str) -> str:
         """An event is made once and recorded anew in every step."""
         if (rank, name) not in self.events:
-            self.events[rank, name] = self.device.Event()
-            self.scope[f"e{len(self.events)}"] = self.events[rank, name]
-        return f"e{list(self.events).index((rank, name)) + 1}"
+            self.called[rank, name] = f"e{len(self.events)}_{rank}"
+            self.events[rank, name] = self.scope[self.called[rank, name]] = self.device.Event()
+        return self.called[rank, name]
 
     def known(self, launch: Launch, function: Rule) -> str:
         name = f"{launch.op.name}_{len(self.scope)}"

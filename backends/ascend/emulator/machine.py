@@ -155,6 +155,7 @@ class Machine:
     _runtime: ctypes.CDLL = field(init=False)
     _pending: dict[int, _Call] = field(factory=dict, init=False)
     _traced: dict[int, _Call] | None = field(default=None, init=False)
+    _thrown_away: int = field(default=0, init=False)  # this call and all before it
     _numbers: Iterator[int] = field(factory=lambda: itertools.count(1), init=False)
     _callbacks: list[Any] = field(factory=list, init=False)
     _message: bytes = field(default=b"", init=False)  # C keeps a copy; this is for readers
@@ -188,9 +189,10 @@ class Machine:
         torch.get_device_module("npu").synchronize()
 
     def recover(self) -> None:
-        """Make the device usable again after a fault; tasks that were waiting are thrown away."""
-        self._runtime.emulator_recover()
-        self._pending.clear()
+        """After a fault, make the device usable again; tasks that were waiting are thrown away."""
+        if self._runtime.emulator_recover():
+            self._thrown_away = next(self._numbers)
+            self._pending.clear()
 
     @contextmanager
     def tracing(self) -> Iterator[list[Traced]]:
@@ -250,6 +252,8 @@ class Machine:
 
     def _run(self, number: int, phase: int, workspace: int | None, size: int) -> int:
         """An operator begins (phase 0) or ends (phase 1)."""
+        if number <= self._thrown_away:
+            return 0  # the host queue still had it
         try:
             call = self._pending[number] if phase == 0 else self._pending.pop(number)
             arguments = call.arguments

@@ -199,14 +199,16 @@ void emulator_trace(int on) {
 }
 
 // After a fault nothing runs any more, as on a device; this throws away what waits and starts afresh.
-void emulator_recover() {
+int emulator_recover() {
   std::lock_guard<std::recursive_mutex> guard(m.queues);
+  if (!m.faulted) return 0;
   for (Stream* stream : m.streams) {
     for (Task& task : stream->queue)
       if (task.entry.kind == RECORD) task.run();  // so that nobody waits for ever for what was thrown away
     stream->queue.clear();
   }
   m.faulted = false;
+  return 1;
 }
 
 // An operator that is not in Python's table: the wheel then takes an older way, by the operator's type, and ends here.
