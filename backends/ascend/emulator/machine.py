@@ -180,8 +180,13 @@ class Machine:
             slots[3 * index + 2] = launch
 
     def seed(self, seed: int) -> None:
-        """From here on, streams are interleaved by `seed`.  What was issued before runs first."""
+        """From here on, streams are interleaved by `seed`.
+
+        What was issued before runs first, and memory that the wheel's allocator
+        holds in reserve is given back: what it hands out next is NaN, not what a run before left there.
+        """
         self.synchronize()
+        torch.get_device_module("npu").empty_cache()
         self._runtime.emulator_seed(seed)
 
     def synchronize(self) -> None:
@@ -210,6 +215,11 @@ class Machine:
         finally:
             self._traced = None
             self._runtime.emulator_trace(0)
+
+    def ran(self) -> int:
+        """How many tasks the trace that is being made has so far."""
+        length: int = self._runtime.emulator_trace_length()
+        return length
 
     def _entry(self, entry: Any) -> Traced:
         kind = _KINDS[entry.kind]

@@ -55,10 +55,14 @@ def on_device(op: Op, *operands: Any, **rank: int) -> tuple[torch.Tensor, ...]:
     for k, result in enumerate(results):
         states = [given[operand] for operand, index in op.writes.items() if index == k]
         assert result is states[0] if states else result.is_contiguous()
-        assert states or not result.numel() or all(
-            result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
-            for t in given
-            if isinstance(t, torch.Tensor)
+        assert (
+            states
+            or not result.numel()
+            or all(
+                result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+                for t in given
+                if isinstance(t, torch.Tensor)
+            )
         )
     return tuple(result.cpu() for result in results)
 
