@@ -4,6 +4,8 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# The tests install torch_npu; without CANN, `import torch` would fail on loading it unasked.
+export TORCH_DEVICE_BACKEND_AUTOLOAD ?= 0
 INSTALL := $(BIN)/python -m pip install --quiet --editable
 
 .PHONY: help decode test check bench soak clean

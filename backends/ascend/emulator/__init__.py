@@ -16,17 +16,16 @@ import os
 import sys
 from functools import cache
 
-from mla_fx.backends.ascend.emulator.build import build
+from mla_fx.backends.ascend.emulator.build import library_folder
 from mla_fx.backends.ascend.emulator.machine import Machine as Machine
 from mla_fx.backends.ascend.emulator.machine import Traced as Traced
-from mla_fx.backends.ascend.emulator.machine import entry_points
 from mla_fx.backends.ascend.emulator.operators import OPERATORS
 from mla_fx.effects import InputError
 
 
 @cache
 def _machine() -> Machine:
-    return Machine(build(entry_points(OPERATORS)), OPERATORS)
+    return Machine(library_folder(list(OPERATORS)), OPERATORS)
 
 
 def emulate(*, seed: int = 0) -> Machine:

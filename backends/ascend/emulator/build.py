@@ -6,6 +6,9 @@ operators' entry points; the others are empty and only satisfy the loader.
 What the wheel asks for and `runtime.cpp` does not define is a weak function
 that returns 0, so that a call which matters and is missing shows at that call.
 
+Every operator that the wheel can ask for has an entry point, emulated or not:
+where one were missing, the wheel would take an older way, and fail far from the call.
+
 A build lies in `$XDG_CACHE_HOME/mla_fx` (`~/.cache/mla_fx`), in a folder named
 by the hash of everything it was made from; it appears there complete or not at
 all, so that processes may race for it.
@@ -21,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -42,7 +45,10 @@ LIBRARIES: Final = (
     "libacl_tdt_channel",
     "libnnopbase",
 )
+#: The names of an operator: asking for scratch, asking for the most of it, and the launch.
+SUFFIXES: Final = ("GetWorkspaceSize", "GetMaxWorkspaceSize", "")
 _RUNTIME_NAME = re.compile(r"(acl(?!nn)|Hccl|Msprof|rt[A-Z])\w*")
+_OPERATOR = re.compile(rb"(?<=\0)(aclnn\w+)GetWorkspaceSize(?=\0)")
 _LOOKED_UP = re.compile(rb"(?<=\0)(?:aclrt|aclprof|aclmdl|aclop|aclsys|aclGet|aclSet|aclQuery)\w+(?=\0)")
 
 
@@ -72,16 +78,16 @@ def cache() -> Path:
     return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "mla_fx"
 
 
-def build(names: Sequence[str]) -> Path:
-    """The folder of the libraries whose operators' entry points are `names`, built unless it is there.
+def library_folder(operators: Sequence[str]) -> Path:
+    """The folder of the libraries, in which `operators` and all that the wheel knows have entry points.
 
-    Raises `InputError` when there is no wheel, no compiler, or the compiler fails.
+    Built unless it is there.  Raises `InputError` when there is no wheel, no compiler, or the compiler fails.
     """
     made_from = hashlib.sha256()
     for part in (*(_HERE / name for name in _SOURCES), Path(__file__), _HERE / "trampolines.py"):
         made_from.update(part.read_bytes())
     version = importlib.metadata.version("torch_npu")
-    for text in (version, platform.machine(), sys.platform, compiler(), *names):
+    for text in (version, platform.machine(), sys.platform, compiler(), *operators):
         made_from.update(f"{text}\0".encode())
     folder = cache() / f"emulated-cann-{made_from.hexdigest()[:20]}"
     if not folder.is_dir():
@@ -89,7 +95,7 @@ def build(names: Sequence[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as temporary:
             made = Path(temporary) / "lib"
             made.mkdir()
-            _compile(made, names)
+            _compile(made, operators)
             try:
                 made.rename(folder)
             except OSError:
@@ -98,14 +104,23 @@ def build(names: Sequence[str]) -> Path:
     return folder
 
 
-def _compile(folder: Path, names: Sequence[str]) -> None:
+def entry_points(folder: Path) -> list[str]:
+    """What a build has entry points for, in the order of their slots."""
+    return (folder / "entries.txt").read_text().split()
+
+
+def _compile(folder: Path, operators: Sequence[str]) -> None:
     """Compile all libraries into `folder`."""
     root = wheel()
     runtime = (_HERE / "runtime.cpp").read_text()
-    missing = sorted(name for name in _asked_for(root) if f" {name}(" not in runtime)
+    contents = {library: library.read_bytes() for library in (*root.glob("lib/*.so"), *root.glob("_C*.so"))}
+    missing = sorted(name for name in _asked_for(contents) if f" {name}(" not in runtime)
     weak = "".join(f"int {n}() __attribute__((weak)); int {n}() {{ return 0; }}\n" for n in missing)
     (folder / "absent.cpp").write_text(f'extern "C" {{\n{weak}}}\n')
-    (folder / "entries.s").write_text(assembly(names, platform.machine()))
+    known = {name.decode() for content in contents.values() for name in _OPERATOR.findall(content)}
+    entries = [name + suffix for name in sorted(known | set(operators)) for suffix in SUFFIXES]
+    (folder / "entries.txt").write_text("\n".join(entries))
+    (folder / "entries.s").write_text(assembly(entries, platform.machine()))
     (folder / "empty.cpp").write_text("")
     sources: dict[str, list[str | Path]] = {
         "libascendcl": [f"-I{root / 'include'}", _HERE / "runtime.cpp", folder / "absent.cpp"],
@@ -120,11 +135,10 @@ def _compile(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def _asked_for(root: Path) -> set[str]:
+def _asked_for(contents: Mapping[Path, bytes]) -> set[str]:
     """Runtime functions that the wheel links to, or looks up by a name that stands in it."""
     names: set[str] = set()
-    for library in (*root.glob("lib/*.so"), *root.glob("_C*.so")):
-        content = library.read_bytes()
+    for library, content in contents.items():
         names |= {name.decode() for name in _LOOKED_UP.findall(content)}
         names |= set(_undefined(library))
     return {name for name in names if _RUNTIME_NAME.fullmatch(name)}

@@ -93,7 +93,14 @@ using Run = int (*)(int64_t executor, int phase, void* workspace, uint64_t bytes
 void emulator_enqueue(void* stream, Run run, int64_t executor, void* workspace, uint64_t bytes);
 
 static Run python;
-void emulator_python(Run run) { python = run; }
+static int (*python_absent)(int64_t);
+
+void emulator_python(Run run, int (*absent)(int64_t)) {
+  python = run;
+  python_absent = absent;
+}
+
+int emulator_absent(int64_t number) { return python_absent(number); }
 
 int emulator_launch(void* workspace, uint64_t bytes, void* executor, void* stream) {
   emulator_enqueue(stream, python, reinterpret_cast<int64_t>(executor), workspace, bytes);

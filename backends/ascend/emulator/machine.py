@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from attrs import define, field, frozen
 
-from mla_fx.backends.ascend.emulator.build import LIBRARIES
+from mla_fx.backends.ascend.emulator.build import LIBRARIES, entry_points
 from mla_fx.backends.ascend.emulator.operator import NULL_ARGUMENT, Operator, RefusedError, poison
 
 _DTYPES = {
@@ -32,6 +32,7 @@ _DTYPES = {
 }
 _KINDS = ("operator", "record", "wait", "to_device", "to_host", "on_device", "fill")
 _Pointer = ctypes.c_void_p
+_Absent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 _Run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int, _Pointer, ctypes.c_uint64)
 
 
@@ -125,7 +126,7 @@ _ARGUMENTS: Final[Mapping[str, tuple[Any, Callable[[Any], Any]]]] = {
 }
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class _Call:
     """An operator on its way: planned, perhaps launched."""
 
@@ -141,12 +142,7 @@ class _Call:
         return found
 
 
-def entry_points(operators: Mapping[str, Operator]) -> list[str]:
-    """Names under which the wheel looks the operators up."""
-    return [name + suffix for name in operators for suffix in ("GetWorkspaceSize", "GetMaxWorkspaceSize", "")]
-
-
-@define(eq=False)
+@define(eq=False, repr=False)
 class Machine:
     """The emulated device; `emulate` makes the one of this process."""
 
@@ -158,6 +154,7 @@ class Machine:
     _thrown_away: int = field(default=0, init=False)  # this call and all before it
     _numbers: Iterator[int] = field(factory=lambda: itertools.count(1), init=False)
     _callbacks: list[Any] = field(factory=list, init=False)
+    _entries: list[str] = field(factory=list, init=False)
     _message: bytes = field(default=b"", init=False)  # C keeps a copy; this is for readers
 
     def __attrs_post_init__(self) -> None:
@@ -166,18 +163,24 @@ class Machine:
         self._runtime.emulator_trace_length.restype = ctypes.c_int64
         self._runtime.emulator_trace_entries.restype = _Pointer
         self._runtime.emulator_seed.argtypes = [ctypes.c_uint64]
-        run = _Run(self._run)
-        self._callbacks.append(run)
-        entries.emulator_python(run)
-        names = entry_points(self.operators)
-        slots = (_Pointer * len(names)).in_dll(entries, "operator_slots")
-        launch = ctypes.cast(entries.emulator_launch, _Pointer).value
-        for index, (name, operator) in enumerate(self.operators.items()):
-            plan, size = (self._planner(name, operator, launched=launched) for launched in (True, False))
-            self._callbacks += [plan, size]
-            slots[3 * index] = ctypes.cast(plan, _Pointer).value
-            slots[3 * index + 1] = ctypes.cast(size, _Pointer).value
-            slots[3 * index + 2] = launch
+        self._entries = entry_points(self.folder)
+        run, absent = _Run(self._run), _Absent(self._absent)
+        self._callbacks += [run, absent]
+        entries.emulator_python(run, absent)
+        slots = (_Pointer * len(self._entries)).in_dll(entries, "operator_slots")
+        launch, nowhere = (
+            ctypes.cast(getattr(entries, name), _Pointer).value for name in ("emulator_launch", "absent_operator")
+        )
+        for index, entry in enumerate(self._entries):
+            name = entry.removesuffix("GetWorkspaceSize").removesuffix("GetMaxWorkspaceSize")
+            if name not in self.operators:
+                slots[index] = nowhere
+            elif entry == name:
+                slots[index] = launch
+            else:
+                plan = self._planner(name, self.operators[name], launched=entry.endswith("GetWorkspaceSize"))
+                self._callbacks.append(plan)
+                slots[index] = ctypes.cast(plan, _Pointer).value
 
     def seed(self, seed: int) -> None:
         """From here on, streams are interleaved by `seed`.
@@ -280,6 +283,9 @@ class Machine:
             return 0
         except Exception:
             return self._say(traceback.format_exc(), 1)
+
+    def _absent(self, index: int) -> int:
+        return self._say(f"{self._entries[index]} is not in the emulator's table of operators", NULL_ARGUMENT)
 
     def _say(self, message: str, status: int) -> int:
         self._message = message.encode()

@@ -211,7 +211,7 @@ int emulator_recover() {
   return 1;
 }
 
-// An operator that is not in Python's table: the wheel then takes an older way, by the operator's type, and ends here.
+// The wheel's older way to an operator, by its type, which it takes where an operator has no aclnn name.
 static aclError absent(const char* type) {
   m.message = std::string("emulated CANN: operator ") + type + " is not in the emulator's table";
   return 500001;
