@@ -36,7 +36,7 @@ def test_no_compiler(monkeypatch, tmp_path):
 
 def test_no_wheel(monkeypatch):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="torch_npu: must be installed .*: pip install torch_npu==2.13.0"):
+    with pytest.raises(InputError, match=r"torch_npu: must be installed .*: pip install torch_npu==2\.13\.0"):
         build.wheel()
 
 

@@ -128,7 +128,7 @@ def test_merge_operator_refuses_seventeen_parts():
     torch.ops.npu.npu_attention_update([lse] * 16, [part] * 16, 0)
     with pytest.raises(RuntimeError, match="local_out must have 1 to 16 parts: got 17"):
         torch.ops.npu.npu_attention_update([lse] * 17, [part] * 17, 0)
-    with pytest.raises(RuntimeError, match="head_dim must be a multiple of 8 in 8..512: got 12"):
+    with pytest.raises(RuntimeError, match=r"head_dim must be a multiple of 8 in 8\.\.512: got 12"):
         torch.ops.npu.npu_attention_update([lse], [there(4, 12)], 0)
 
 
