@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export TORCH_DEVICE_BACKEND_AUTOLOAD ?= 0
 INSTALL := $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: help decode test check bench soak clean
+.PHONY: help decode generate test check bench soak clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -17,6 +17,9 @@ help:  ## this list
 
 decode: $(VENV)/.run  ## decode and compare with the float64 reference; ARGS="--ranks 8" and others: mla-fx decode --help
 	$(BIN)/mla-fx decode $(ARGS)
+
+generate: $(VENV)/.run  ## generate text; ARGS="--prompt '12 + 34 =' --drafts 2" and others: mla-fx generate --help
+	$(BIN)/mla-fx generate $(ARGS)
 
 test: $(VENV)/.test  ## the whole test suite; ARGS="-k combine" and others go to pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)

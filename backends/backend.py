@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from attrs import evolve, frozen
 
-from mla_fx.backends.inputs import DTYPES, Load, loader
+from mla_fx.backends.inputs import DTYPES, ON_HOST, Load, loader
 from mla_fx.effects import Drop, InputError, Launch, Op, Program, check
 
 #: `rule(*operands, **params) -> results`, always a tuple.  A collective is called once for all ranks:
@@ -61,7 +61,9 @@ class Backend:
         return evolve(self, rules={**self.rules, **rules})
 
     def put(self, tree: Tree, *, copy: bool = False) -> Tree:
-        """A pytree of tensors as this backend takes it: floats in its dtype, on its device.  The rest is passed on.
+        """A pytree of tensors as this backend takes it: floats in its dtype, and on its device.
+
+        Lengths, slots, tables and tokens stay on the host: a run checks their values.
 
         `copy`: never share memory with `tree` (a cache, say, that two backends will update).
         """
@@ -69,9 +71,10 @@ class Backend:
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if not leaf.is_floating_point():
-                return leaf.to(leaf.dtype, copy=copy)  # integers are checked by value, on the host
-            return leaf.to(self.device or leaf.device, DTYPES[self.dtype] if self.dtype else leaf.dtype, copy=copy)
+            if leaf.dtype in ON_HOST:
+                return leaf.to(leaf.dtype, copy=copy)
+            wanted = DTYPES[self.dtype] if self.dtype and leaf.is_floating_point() else leaf.dtype
+            return leaf.to(self.device or leaf.device, wanted, copy=copy)
 
         moved: Tree = pytree.tree_map(move, tree)
         return moved

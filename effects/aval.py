@@ -31,13 +31,19 @@ AXES: Final[Mapping[str, str]] = MappingProxyType(
         "M": "columns of the block table",
         "D": "input features",
         "F": "output features",
+        "O": "rows that are asked for",
+        "A": "rows of the vocabulary on one rank",
+        "X": "routed experts of the model",
+        "Y": "routed experts on one rank",
+        "U": "experts that a token goes to, num_experts_per_tok",
+        "Z": "rows of the experts, T * U",
     }
 )
 
 FLOATS: Final = ("bf16", "fp16", "fp32", "fp64")
 #: "host" is a tuple of Python integers on the host: lengths, which operators take at launch.
-DTYPES: Final = (*FLOATS, "int32", "int64", "host")
-_SIZES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int32": 4, "int64": 8, "host": 0}
+DTYPES: Final = (*FLOATS, "int8", "int32", "int64", "host")
+_SIZES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int8": 1, "int32": 4, "int64": 8, "host": 0}
 
 
 class ShapeError(ValueError):
@@ -74,10 +80,10 @@ class Aval:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-def lse_dtype(dtype: str) -> str:
-    """Dtype of a log-sum-exp beside an output of `dtype`: float32, except beside float64.
+def wide_dtype(dtype: str) -> str:
+    """Dtype of what stays wide beside activations of `dtype`, as LSEs and gates do: float32, except beside float64.
 
-    >>> lse_dtype("bf16"), lse_dtype("fp64")
+    >>> wide_dtype("bf16"), wide_dtype("fp64")
     ('fp32', 'fp64')
     """
     return "fp64" if dtype == "fp64" else "fp32"
@@ -89,7 +95,7 @@ def lse_lanes(dtype: str) -> int:
     >>> [lse_lanes(dtype) for dtype in ("bf16", "fp16", "fp32", "fp64")]
     [2, 2, 1, 1]
     """
-    return _SIZES[lse_dtype(dtype)] // _SIZES[dtype]
+    return _SIZES[wide_dtype(dtype)] // _SIZES[dtype]
 
 
 def match(op: str, /, **operands: tuple[Aval, str]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The command line: `mla-fx decode`, `mla-fx show`, `mla-fx check`.
+"""The command line: `mla-fx decode`, `mla-fx generate`, `mla-fx show`, `mla-fx check`.
 
 An edge of the package: it chooses backends and reads checkpoints.
 """
@@ -10,7 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mla_fx import MlaConfig, StepShape, attention_step, decode_stack, orchestrations
+from attrs import evolve
+
+from mla_fx import StepShape, attention_step, orchestrations
+from mla_fx.decode import QUANTIZATIONS
 from mla_fx.effects import (
     Drop,
     InputError,
@@ -27,18 +30,27 @@ from mla_fx.effects import (
 from mla_fx.effects.aval import FLOATS, ShapeError
 
 _DECODE = """
-Decode with MLA layers under decode context parallelism, all ranks in this process.
+Decode with a DeepSeek model under decode context parallelism, all ranks in
+this process, and compare every step with the float64 reference.
 
-The layers' attention comes from a DeepSeek-V3-format checkpoint directory
-(config.json and safetensors), or from a small built-in configuration with
-seeded weights.  A prompt is written to the sharded, paged caches first; then
-every step feeds the embeddings of new tokens through all layers.  The same
-tokens run on the float64 reference beside it.  At the end: tokens per second,
-and the largest deviation of the hidden states from the reference, relative to
-their root mean square.
+The model comes from a DeepSeek-V3-format checkpoint directory (config.json and
+safetensors), or is the small trained one that ships with the package, which
+adds numbers.  Prompts are brought into the sharded, paged caches first; then
+every step feeds each request's last token through all layers and takes the
+most likely next one.  The same tokens run on the float64 reference beside it.
+At the end: tokens per second, and the largest deviation of the logits from the
+reference, relative to their root mean square.
+"""
+_GENERATE = """
+Generate text with a DeepSeek model: a checkpoint directory with config.json,
+safetensors (bf16, fp16, fp32, or FP8 in blocks) and tokenizer.json, or the
+small trained model that ships with the package, which adds numbers.
 
-A layer here is its attention, with pre-norm and residual; the feed-forward
-part is not run, so hidden states are compared, not sampled from.
+Prompts are served together by continuous batching and chunked prefill; text is
+printed as it comes, prompt after prompt.  At the end, on the error stream:
+tokens per second, time to first token, and the acceptance rate of drafts.
+Decoding is greedy unless --temperature is given; drafts never change what is
+generated.  Ctrl-C stops.
 """
 _SHOW = """
 Print the program of an orchestration: launches with their streams, and the
@@ -57,7 +69,12 @@ _EXAMPLES = {
         "mla-fx decode --model DIR --orchestration attention-aside --steps 100",
         "mla-fx decode --adversary 7        the same steps, late and out of order",
     ],
-    "show": ["mla-fx show", "mla-fx show --orchestration exchange-aside --mode conservative", "mla-fx show --layers 2"],
+    "generate": [
+        "mla-fx generate --prompt '347 + 25 =' --prompt '9 + 4 ='",
+        "mla-fx generate --drafts 2 --ranks 4 --quantization w8a8",
+        "mla-fx generate --model DIR --prompt '1 2 3' --max-new-tokens 20",
+    ],
+    "show": ["mla-fx show", "mla-fx show --orchestration exchange-aside --mode conservative", "mla-fx show --layers 4"],
     "check": ["mla-fx check --layers 61", "mla-fx check --without 21", "mla-fx check --orchestration mine:two_streams"],
 }
 
@@ -85,16 +102,20 @@ def _parser() -> argparse.ArgumentParser:
         description="MLA decode under decode context parallelism, with stream effects that are derived and checked.",
         epilog="Each command has its own --help.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="decode | show | check")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="decode | generate | show | check")
     decode = _command(commands, "decode", "run decode steps and compare them with the reference", _DECODE, _decode)
+    generate = _command(commands, "generate", "generate text from prompts", _GENERATE, _generate)
     show = _command(commands, "show", "print the program of an orchestration", _SHOW, _show)
     check = _command(commands, "check", "the verdict of the law on a program", _CHECK, _check)
-    for command in (decode, show, check):
-        _shape_options(command, small=command is decode)
+    for command in (decode, generate, show, check):
+        _shape_options(command, small=command in (decode, generate))
+    for command in (decode, generate):
+        _run_options(command)
     _decode_options(decode)
+    _generate_options(generate)
     for command in (show, check):
         command.add_argument(
-            "--layers", type=_count, metavar="N", help="a stack of N layers instead of one layer's attention"
+            "--layers", type=_count, metavar="N", help="a model of N whole layers instead of one layer's attention"
         )
         command.add_argument("--tokens", type=_count, default=4, metavar="T", help="tokens of a step (default 4)")
     check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
@@ -140,8 +161,10 @@ def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
     )
     add("--replicate-query", action="store_true", help="every rank projects all heads' queries; nothing is gathered")
 
+    add("--quantization", choices=QUANTIZATIONS, help="store projections in 8 bits (default: in the dtype)")
 
-def _decode_options(parser: argparse.ArgumentParser) -> None:
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--interleave",
@@ -152,12 +175,17 @@ def _decode_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--backend", choices=("cpu", "reference"), default="cpu", help="what runs the steps (default %(default)s)")
     add("--requests", type=_count, default=2, metavar="B", help="requests in the batch (default %(default)s)")
+    add("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
+    add("--adversary", type=int, metavar="SEED", help="run on the hostile machine with this seed")
+
+
+def _decode_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--prompt",
         type=int,
-        default=40,
         metavar="P",
-        help="tokens in the cache before the first step (default %(default)s)",
+        help="random tokens before the first step (default 40; the built-in model gets problems to solve)",
     )
     add(
         "--new-tokens",
@@ -167,9 +195,24 @@ def _decode_options(parser: argparse.ArgumentParser) -> None:
         help="new tokens a request and step, as in speculative decoding (default 1)",
     )
     add("--steps", type=_count, default=32, metavar="N", help="decode steps (default %(default)s)")
-    add("--seed", type=int, default=0, help="of built-in weights and of the tokens (default 0)")
-    add("--adversary", type=int, metavar="SEED", help="run on the hostile machine with this seed")
     add("--no-reference", action="store_true", help="do not run the reference beside it")
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    add("--max-new-tokens", type=_count, default=32, metavar="N", help="tokens a prompt, at most (default %(default)s)")
+    add("--drafts", type=_natural, default=0, metavar="K", help="tokens the prediction module drafts (default 0)")
+    add("--chunk", type=_count, default=64, metavar="T", help="tokens of a step, at most (default %(default)s)")
+    add("--blocks", type=_count, metavar="C", help="cache blocks of a rank (default: enough for all requests)")
+    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy (default 0)")
+    add("--ignore-end", action="store_true", help="go on behind the end of a text")
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0: got {text!r}")
+    return int(text)
 
 
 def _count(text: str) -> int:
@@ -209,13 +252,16 @@ def _decode(options: argparse.Namespace) -> int:
     return decode(options, placement(options.orchestration))
 
 
-def _program(options: argparse.Namespace) -> Program:
-    if options.model:
-        from mla_fx.models import load_config
+def _generate(options: argparse.Namespace) -> int:
+    from mla_fx.cli_generate import generate
 
-        config = load_config(options.model).attention
-    else:
-        config = MlaConfig.deepseek_v3()
+    return generate(options, placement(options.orchestration))
+
+
+def _program(options: argparse.Namespace) -> Program:
+    from mla_fx.models import deepseek_v3_config, load_config, model_step
+
+    config = load_config(options.model) if options.model else deepseek_v3_config()
     shape = StepShape(
         ranks=options.ranks,
         tokens=options.tokens,
@@ -223,9 +269,12 @@ def _program(options: argparse.Namespace) -> Program:
         block_size=options.block_size,
         dtype=options.dtype,
         replicate_query=options.replicate_query,
+        quantization=options.quantization,
     )
     step = (
-        attention_step(config, shape) if options.layers is None else decode_stack(config, shape, layers=options.layers)
+        attention_step(config.attention, shape)
+        if options.layers is None
+        else model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens)
     )
     return schedule(step, placement(options.orchestration), mode=options.mode)
 

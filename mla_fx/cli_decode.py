@@ -1,179 +1,205 @@
-"""`mla-fx decode`: a prompt, then decode steps, on one backend and beside it on the reference."""
+"""`mla-fx decode`: prompts, then decode steps, on one backend and beside it on the reference."""
 
 import argparse
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from tqdm import tqdm
 
-from mla_fx import MlaConfig, Sharding, StepShape, backends, decode_stack, plan_batch
-from mla_fx.backends import Backend
-from mla_fx.backends.inputs import DTYPES
-from mla_fx.effects import InputError, schedule
-from mla_fx.models import Checkpoint, small_config
-from mla_fx.parameters import LayerParams, empty_cache, random_attention, shard_attention
+from mla_fx import StepShape, backends, orchestrations
+from mla_fx.effects import InputError
+from mla_fx.models import Checkpoint, Runner
+from mla_fx.models.addition import DIRECTORY, problems
+from mla_fx.models.runner import Piece
+from mla_fx.models.tokenizer import Tokenizer
 
-#: Prompt tokens that go through the layers at a time.
+#: Prompt tokens that go through the layers at a time, of all requests together.
 CHUNK = 64
-
-
-@frozen
-class Model:
-    """Where the layers come from: how many, their sizes, one rank's part of them, and the embedding of tokens."""
-
-    name: str
-    config: MlaConfig
-    layers: int
-    vocabulary: int
-    load: Callable[[int], list[LayerParams[torch.Tensor]]]
-    embed: Callable[[Sequence[int]], torch.Tensor]
 
 
 @define
 class Lane:
-    """A backend with everything it needs: compiled programs, parameters, and its own caches."""
+    """A model on a backend, and the time that its steps took."""
 
-    backend: Backend
-    chunk: Callable[..., Any]
-    step: Callable[..., Any]
-    params: Any
-    caches: Any
+    runner: Runner
     seconds: float = field(default=0.0)
 
-    def run(self, program: Callable[..., Any], hidden: torch.Tensor, batches: list[Any]) -> torch.Tensor:
-        """Hidden states of rank 0 after all layers; time is added up."""
-        ranks = [self.backend.put(hidden)] * self.backend.ranks
+    def forward(self, pieces: Sequence[Piece], rows: Sequence[int], *, filling: bool) -> torch.Tensor:
+        """Logits of the tokens numbered `rows`."""
         start = time.perf_counter()
-        out, self.caches = program(self.params, self.caches, ranks, batches)
+        logits, _ = self.runner.forward(pieces, rows, filling=filling)
         self.seconds += time.perf_counter() - start
-        first: torch.Tensor = out[0]
-        return first
+        return logits
+
+
+@define
+class Request:
+    """A prompt, what was decoded behind it, and its blocks."""
+
+    tokens: list[int]
+    table: list[int]
+    new: list[int] = field(factory=list)
+
+    def until(self, end: Sequence[int]) -> list[int]:
+        """What was decoded, up to the first token of `end`."""
+        return list(itertools.takewhile(lambda token: token not in end, self.new))
+
+
+@define
+class Comparison:
+    """Logits beside those of the reference: deviations, relative to the reference's root mean square, and choices."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    numbers: int = 0
+    same: int = 0
+    rows: int = 0
+
+    def add(self, found: torch.Tensor, right: torch.Tensor) -> None:
+        """Take the logits [rows, vocabulary] of one step into account."""
+        difference = (found.double() - right).abs() / right.square().mean().sqrt()
+        self.largest = max(self.largest, float(difference.max()))
+        self.squares += float(difference.square().sum())
+        self.numbers += difference.numel()
+        self.same += int((found.argmax(1) == right.argmax(1)).sum())
+        self.rows += len(right)
+
+    def __str__(self) -> str:
+        typical = math.sqrt(self.squares / self.numbers)
+        return (
+            f"deviation from reference: {typical:.3g} typical, {self.largest:.3g} largest, of the logits' root mean "
+            f"square; {self.same} of {self.rows} most likely tokens are the same"
+        )
 
 
 def decode(options: argparse.Namespace, placement: Callable[..., str]) -> int:
     """Run the command with parsed options; returns the exit status."""
-    if options.prompt < 0:
-        raise InputError(f"--prompt: must be at least 0: got {options.prompt}")
-    sharding = Sharding(ranks=options.ranks, interleave=options.interleave, block_size=options.block_size)
-    model = _model(options)
-    total = options.prompt + options.steps * options.new_tokens
-    per_request = sharding.blocks(total)
-    sizes = {
-        "ranks": options.ranks,
-        "requests": options.requests,
-        "blocks": options.requests * per_request,
-        "block_size": options.block_size,
-        "table_width": per_request,
-        "dtype": options.dtype,
-        "replicate_query": options.replicate_query,
-    }
-    shapes = [
-        StepShape(tokens=options.requests * n, **sizes) for n in (min(CHUNK, options.prompt) or 1, options.new_tokens)
-    ]
-    programs = [
-        schedule(decode_stack(model.config, shape, layers=model.layers), placement, mode=options.mode)
-        for shape in shapes
-    ]
-    config = model.config
-    print(f"{model.name}: {model.layers} layers, {config.num_attention_heads} heads, latent {config.kv_lora_rank}")
-    print(f"{options.backend}, {options.ranks} ranks, {options.dtype}, {programs[1].orchestration} ({options.mode})")
+    if options.prompt is not None and options.prompt < 1:
+        raise InputError(f"--prompt: must be at least 1: got {options.prompt}")
+    checkpoint = Checkpoint.open(options.model or DIRECTORY)
+    config = checkpoint.config
+    generator = torch.Generator().manual_seed(options.seed)
+    prompts = _prompts(options, config.vocab_size, generator)
+    longest = max(map(len, prompts)) + options.steps + options.new_tokens
+    if config.max_position_embeddings is not None and longest > config.max_position_embeddings:
+        raise InputError(
+            f"--steps: prompt and steps must fit max_position_embeddings, {config.max_position_embeddings}: "
+            f"got {longest}"
+        )
+    per_request = -(-longest // (options.block_size * options.ranks))
+    shape = StepShape(
+        ranks=options.ranks,
+        requests=len(prompts),
+        blocks=len(prompts) * per_request,
+        block_size=options.block_size,
+        table_width=per_request,
+        dtype=options.dtype,
+        replicate_query=options.replicate_query,
+        quantization=options.quantization,
+    )
+    name = options.model or "built-in model, trained to add"
+    heads = f"{config.attention.num_attention_heads} heads, latent {config.attention.kv_lora_rank}"
+    print(f"{name}: {config.num_hidden_layers} layers, {heads}")
+    title = orchestrations.title(placement)
+    print(f"{options.backend}, {options.ranks} ranks, {options.dtype}, {title} ({options.mode})")
 
-    made = backends.get(options.backend, ranks=options.ranks, adversary=options.adversary)
-    lanes = [_lane(made, programs, model, shapes[1])]
+    made = [backends.get(options.backend, ranks=options.ranks, adversary=options.adversary)]
     if not options.no_reference:
-        lanes.append(_lane(backends.get("reference", ranks=options.ranks), programs, model, shapes[1]))
-    deviation = _run(lanes, model, sharding, shapes, options)
-
-    tokens = options.steps * options.requests * options.new_tokens
+        made.append(backends.get("reference", ranks=options.ranks))
+    lanes = [
+        Lane(
+            Runner.load(
+                checkpoint,
+                machine,
+                shape=shape,
+                interleave=options.interleave,
+                placement=placement,
+                prefill_placement=placement,
+                mode=options.mode,
+                progress=True,
+            )
+        )
+        for machine in made
+    ]
+    requests = [
+        Request(list(prompt), list(range(b * per_request, (b + 1) * per_request))) for b, prompt in enumerate(prompts)
+    ]
+    end = () if _drawn(options) else config.eos_token_id
+    comparison = Comparison()
+    _run(lanes, requests, comparison, generator, options, end)
+    if not _drawn(options):
+        for request, (prompt, _) in zip(requests, problems(len(requests), seed=options.seed), strict=True):
+            print(f"{prompt} {Tokenizer(DIRECTORY).decode(request.until(end))}")
+    tokens = sum(len(request.new) for request in requests)
     print(f"{tokens} tokens in {lanes[0].seconds:.2f} s: {tokens / lanes[0].seconds:.1f} tokens per second")
-    if deviation is not None:
-        print(f"largest deviation from reference: {deviation:.3g} of the hidden states' root mean square")
+    if len(lanes) == 2:
+        print(comparison)
     return 0
 
 
+def _drawn(options: argparse.Namespace) -> bool:
+    """Whether prompts are random tokens: of other models, or where a length is given."""
+    return bool(options.model) or options.prompt is not None
+
+
+def _prompts(options: argparse.Namespace, vocabulary: int, generator: torch.Generator) -> list[list[int]]:
+    """Tokens at random; or, of the built-in model and without a length, problems it can solve."""
+    if _drawn(options):
+        count = 40 if options.prompt is None else options.prompt
+        drawn: list[list[int]] = torch.randint(vocabulary, (options.requests, count), generator=generator).tolist()
+        return drawn
+    tokenizer = Tokenizer(DIRECTORY)
+    return [tokenizer.encode(prompt) for prompt, _ in problems(options.requests, seed=options.seed)]
+
+
 def _run(
-    lanes: list[Lane], model: Model, sharding: Sharding, shapes: list[StepShape], options: argparse.Namespace
-) -> float | None:
-    """Prompt and steps on every lane; the largest relative deviation of the first from the second, if there are two."""
-    generator = torch.Generator().manual_seed(options.seed)
-    requests, per_request = options.requests, shapes[0].table_width
-    table = [list(range(b * per_request, (b + 1) * per_request)) for b in range(requests)]
-    worst, done = 0.0, 0
-    pieces = [(n, False) for n in _chunks(options.prompt)] + [(options.new_tokens, True)] * options.steps
-    with tqdm(total=len(pieces), unit="step", desc="prompt", leave=False, disable=None) as bar:
-        for new, decoding in pieces:
-            shape = shapes[decoding]
-            batches = plan_batch(
-                sharding,
-                history=[done] * requests,
-                query=[new] * requests,
-                block_table=table,
-                blocks=shape.blocks,
-                tokens=shape.tokens,
-                requests=requests,
-                table_width=per_request,
-            )
-            ids = torch.randint(model.vocabulary, (shape.tokens,), generator=generator).tolist()
-            hidden = model.embed(ids)
-            bar.set_description("decode" if decoding else "prompt")
-            if done == options.prompt and decoding:
-                for lane in lanes:
-                    lane.seconds = 0.0
-            found = [lane.run(lane.step if decoding else lane.chunk, hidden, batches) for lane in lanes]
-            used = slice(new * requests)
-            if len(found) == 2:
-                exact = found[1][used]
-                difference = (found[0][used].double() - exact).abs().max() / exact.square().mean().sqrt()
-                worst = max(worst, float(difference))
-            done += new
+    lanes: list[Lane],
+    requests: list[Request],
+    comparison: "Comparison",
+    generator: torch.Generator,
+    options: argparse.Namespace,
+    end: Sequence[int],
+) -> None:
+    """Prompts and greedy steps on every lane, until the steps are over or every text has ended."""
+    vocabulary, extra = lanes[0].runner.config.vocab_size, options.new_tokens - 1
+
+    def forward(pieces: list[Piece], *, filling: bool) -> torch.Tensor:
+        rows = range(sum(len(piece.tokens) for piece in pieces))
+        found = [lane.forward(pieces, rows, filling=filling) for lane in lanes]
+        if len(found) == 2:
+            comparison.add(*found)
+        return found[0]
+
+    with tqdm(total=options.steps + 1, unit="step", desc="prompt", leave=False, disable=None) as bar:
+        following = [_fill(forward, request) for request in requests]
+        bar.update()
+        bar.set_description("decode")
+        for lane in lanes:
+            lane.seconds = 0.0
+        for _ in range(options.steps):
+            # Behind the token that is known, drafts at random, as speculative decoding sends them: none is accepted.
+            drafts = torch.randint(vocabulary, (len(requests), extra), generator=generator).tolist()
+            pieces = [
+                Piece(tokens=[token, *more], start=len(request.tokens), table=request.table)
+                for request, token, more in zip(requests, following, drafts, strict=True)
+            ]
+            logits = forward(pieces, filling=False)
+            for request, token in zip(requests, following, strict=True):
+                request.tokens.append(token)
+                request.new.append(token)
+            following = logits[:: options.new_tokens].argmax(1).tolist()
             bar.update()
-    return worst if len(lanes) == 2 else None
+            if end and all(set(request.new) & set(end) for request in requests):
+                return
 
 
-def _chunks(prompt: int) -> list[int]:
-    whole, rest = divmod(prompt, CHUNK)
-    return [CHUNK] * whole + [rest] * bool(rest)
-
-
-def _lane(backend: Backend, programs: list[Any], model: Model, shape: StepShape) -> Lane:
-    ranks = range(backend.ranks)
-    dtype = DTYPES[backend.dtype or shape.dtype]
-    caches = [
-        empty_cache(model.config, blocks=shape.blocks, block_size=shape.block_size, dtype=dtype, layers=model.layers)
-        for _ in ranks
-    ]
-    chunk, step = (backend.compile(program) for program in programs)
-    return Lane(backend, chunk, step, backend.put([model.load(rank) for rank in ranks]), caches)
-
-
-def _model(options: argparse.Namespace) -> Model:
-    dtype = DTYPES[options.dtype]
-    sharded = {"ranks": options.ranks, "replicate_query": options.replicate_query}
-    if options.model:
-        checkpoint = Checkpoint.open(options.model)
-        layers = checkpoint.config.num_hidden_layers
-        return Model(
-            options.model,
-            checkpoint.config.attention,
-            layers,
-            checkpoint.config.vocab_size,
-            lambda rank: [checkpoint.load_layer(k, rank=rank, dtype=dtype, **sharded) for k in range(layers)],
-            lambda ids: checkpoint.embed(ids, dtype=dtype),
-        )
-    generator = torch.Generator().manual_seed(options.seed)
-    small = small_config()
-    config, vocabulary = small.attention, small.vocab_size
-    full = [random_attention(config, generator=generator, dtype=dtype) for _ in range(small.num_hidden_layers)]
-    norm = torch.ones(config.hidden_size, dtype=dtype)
-    table = torch.randn(vocabulary, config.hidden_size, generator=generator).to(dtype)
-    return Model(
-        "built-in small configuration",
-        config,
-        len(full),
-        vocabulary,
-        lambda rank: [LayerParams(norm, shard_attention(f, config, rank=rank, **sharded)) for f in full],
-        lambda ids: table[list(ids)],
-    )
+def _fill(forward: Callable[..., torch.Tensor], request: Request) -> int:
+    """Bring a prompt into the cache, chunk after chunk; the token behind it."""
+    for start in range(0, len(request.tokens), CHUNK):
+        tokens = request.tokens[start : start + CHUNK]
+        logits = forward([Piece(tokens=tokens, start=start, table=request.table)], filling=True)
+    return int(logits[-1].argmax())

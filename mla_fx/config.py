@@ -1,4 +1,4 @@
-"""What defines the attention of an MLA model, validated where it is born.
+"""What defines the layers of an MLA model, validated where it is born.
 
 Names are those of a Hugging Face `config.json`; reading one is for
 `mla_fx.models`.  Fields hold numbers only, so that a config can be a key.
@@ -15,6 +15,11 @@ from mla_fx.effects import InputError
 def _positive(instance: object, attribute: "Attribute[int]", value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"{attribute.name}: must be an integer of at least 1: got {value!r}")
+
+
+def _not_negative(instance: object, attribute: "Attribute[int]", value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InputError(f"{attribute.name}: must be an integer of at least 0: got {value!r}")
 
 
 def _even(instance: object, attribute: "Attribute[int]", value: int) -> None:
@@ -110,6 +115,59 @@ class MlaConfig:
             v_head_dim=128,
             yarn=yarn,
         )
+
+
+@frozen(kw_only=True)
+class MoeConfig:
+    """Experts of one model's MoE layers and the gate that chooses among them, as in `config.json`.
+
+    `topk_method` is "noaux_tc" (DeepSeek-V3: groups by the sum of their two best, with a correction bias),
+    "group_limited_greedy" (DeepSeek-V2: groups by their best) or "greedy" (V2-Lite: no groups).
+    """
+
+    n_routed_experts: int = field(validator=_positive)
+    num_experts_per_tok: int = field(validator=_positive)
+    moe_intermediate_size: int = field(validator=_positive)
+    n_shared_experts: int = field(default=0, validator=_not_negative)
+    n_group: int = field(default=1, validator=_positive)
+    topk_group: int = field(default=1, validator=_positive)
+    topk_method: str = "noaux_tc"
+    scoring_func: str = "sigmoid"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = field(default=1.0, validator=_above_zero)
+
+    def __attrs_post_init__(self) -> None:
+        for name, known in (
+            ("topk_method", ("noaux_tc", "group_limited_greedy", "greedy")),
+            ("scoring_func", ("sigmoid", "softmax")),
+        ):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name}: must be one of {', '.join(known)}: got {getattr(self, name)!r}")
+        experts, groups = self.n_routed_experts, self.groups
+        if experts % groups:
+            raise InputError(f"n_group: must divide n_routed_experts, {experts}: got {groups}")
+        if self.topk_method == "noaux_tc" and experts // groups < 2:
+            raise InputError(
+                f"n_group: a group must have two of the {experts} n_routed_experts, for the sum of its two best: "
+                f"got {groups}"
+            )
+        if self.top_groups > groups:
+            raise InputError(f"topk_group: must be at most n_group, {groups}: got {self.top_groups}")
+        if self.num_experts_per_tok > self.top_groups * (experts // groups):
+            raise InputError(
+                f"num_experts_per_tok: must be at most {self.top_groups * (experts // groups)}, the experts of "
+                f"{self.top_groups} groups: got {self.num_experts_per_tok}"
+            )
+
+    @property
+    def groups(self) -> int:
+        """Groups that the selection looks at: one where it is greedy."""
+        return 1 if self.topk_method == "greedy" else self.n_group
+
+    @property
+    def top_groups(self) -> int:
+        """Groups that stay."""
+        return 1 if self.topk_method == "greedy" else self.topk_group
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -1,23 +1,24 @@
 """One decode step of MLA under decode context parallelism, composed of the pure functions.
 
 `mla_attention` is the whole attention of a layer; read it first.  What makes a
-step of it (`attention_step`) or of a stack of layers (`decode_stack`) only
-names the inputs and says their shapes.
+step of it (`attention_step`) only names the inputs and says their shapes.
+`mla_fx.models` stacks layers to a model.
 """
 
-from collections.abc import Sequence
-
 from attrs import field, frozen
-from attrs.validators import in_
+from attrs.validators import in_, optional
 
 from mla_fx.attention import current_attention, history_attention, write_cache
 from mla_fx.batch import Batch
 from mla_fx.config import MlaConfig
 from mla_fx.effects import Aval, InputError, Step, Value, arguments
-from mla_fx.effects.aval import FLOATS
+from mla_fx.effects.aval import FLOATS, wide_dtype
 from mla_fx.exchange import all_reduce, all_to_all, combine, gather_heads, local_heads
-from mla_fx.parameters import AttentionParams, Cache, LayerParams, QueryLora, QueryPlain
-from mla_fx.projections import absorb_query, add, linear, rms_norm, rope, rope_angles, v_up
+from mla_fx.parameters import AttentionParams, Cache, Quantized, QueryLora, QueryPlain
+from mla_fx.projections import absorb_query, linear, rms_norm, rope, rope_angles, v_up
+
+#: How weights may be stored, beside the activations' dtype.
+QUANTIZATIONS = ("w8a8",)
 
 
 @frozen(kw_only=True)
@@ -25,7 +26,8 @@ class StepShape:
     """The sizes a program is built for; lengths, slots and tables are inputs and may change at every step.
 
     `ranks` W, `tokens` T and `requests` B with padding, `blocks` C of `block_size` S in a rank's cache,
-    `table_width` M, activation `dtype`; `replicate_query`: every rank projects all heads and nothing is gathered.
+    `table_width` M, activation `dtype`; `replicate_query`: every rank projects all heads and nothing is gathered;
+    `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate, embedding and head.
     """
 
     ranks: int = 1
@@ -36,6 +38,7 @@ class StepShape:
     table_width: int = 16
     dtype: str = field(default="bf16", validator=in_(FLOATS))
     replicate_query: bool = False
+    quantization: str | None = field(default=None, validator=optional(in_(QUANTIZATIONS)))
 
     def __attrs_post_init__(self) -> None:
         for name in ("ranks", "tokens", "requests", "blocks", "block_size", "table_width"):
@@ -109,30 +112,7 @@ def attention_step(config: MlaConfig, shape: StepShape) -> Step:
     hidden, batch = inputs["hidden"], inputs["batch"]
     angles = rope_angles(batch.positions, hidden, config=config)
     outputs = mla_attention(hidden, inputs["params"], inputs["cache"], angles, batch, config=config, shape=shape)
-    return Step(_title("attention_step", config, shape), inputs, outputs)
-
-
-def decode_stack(config: MlaConfig, shape: StepShape, *, layers: int) -> Step:
-    """Pre-norm attention with residual, `layers` times: `(params, cache, hidden, batch) -> (hidden, cache)`.
-
-    `params` and `cache` are lists with an entry a layer.
-    """
-    inputs = arguments(
-        params=[layer_avals(config, shape) for _ in range(layers)],
-        cache=[cache_avals(config, shape) for _ in range(layers)],
-        hidden=Aval((shape.tokens, config.hidden_size), shape.dtype),
-        batch=batch_avals(shape),
-    )
-    hidden, batch = inputs["hidden"], inputs["batch"]
-    params: Sequence[LayerParams[Value]] = inputs["params"]
-    caches: list[Cache[Value]] = []
-    angles = rope_angles(batch.positions, hidden, config=config)
-    for layer, cache in zip(params, inputs["cache"], strict=True):
-        x = rms_norm(hidden, layer.input_layernorm, epsilon=config.rms_norm_eps, name="x")
-        out, cache = mla_attention(x, layer.attention, cache, angles, batch, config=config, shape=shape)
-        hidden = add(hidden, out, name="h")
-        caches.append(cache)
-    return Step(_title(f"decode_stack {layers} layers", config, shape), inputs, (hidden, caches))
+    return Step(step_title("attention_step", config, shape), inputs, outputs)
 
 
 # --- shapes of the inputs ----------------------------------------------------
@@ -144,30 +124,34 @@ def attention_avals(config: MlaConfig, shape: StepShape) -> AttentionParams[Aval
     if heads % shape.ranks:
         raise InputError(f"num_attention_heads: must be a multiple of the ranks, {shape.ranks}: got {heads}")
 
-    def aval(*sizes: int) -> Aval:
-        return Aval(sizes, shape.dtype)
+    def norm(size: int) -> Aval:
+        return Aval((size,), shape.dtype)
 
     own = heads // shape.ranks
     asked = heads if shape.replicate_query else own
     lora = c.q_lora_rank
     query: QueryLora[Aval] | QueryPlain[Aval] = (
-        QueryPlain(aval(asked * c.qk_head_dim, c.hidden_size))
+        QueryPlain(weight_aval(shape, asked * c.qk_head_dim, c.hidden_size))
         if lora is None
-        else QueryLora(aval(lora, c.hidden_size), aval(lora), aval(asked * c.qk_head_dim, lora))
+        else QueryLora(
+            weight_aval(shape, lora, c.hidden_size), norm(lora), weight_aval(shape, asked * c.qk_head_dim, lora)
+        )
     )
     return AttentionParams(
         query=query,
-        kv_a_proj=aval(c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size),
-        kv_a_layernorm=aval(c.kv_lora_rank),
-        w_uk=aval(asked, c.qk_nope_head_dim, c.kv_lora_rank),
-        w_uv=aval(own, c.kv_lora_rank, c.v_head_dim),
-        o_proj=aval(c.hidden_size, own * c.v_head_dim),
+        kv_a_proj=weight_aval(shape, c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size),
+        kv_a_layernorm=norm(c.kv_lora_rank),
+        w_uk=Aval((asked, c.qk_nope_head_dim, c.kv_lora_rank), shape.dtype),
+        w_uv=Aval((own, c.kv_lora_rank, c.v_head_dim), shape.dtype),
+        o_proj=weight_aval(shape, c.hidden_size, own * c.v_head_dim),
     )
 
 
-def layer_avals(config: MlaConfig, shape: StepShape) -> LayerParams[Aval]:
-    """Shapes of one rank's part of a layer."""
-    return LayerParams(Aval((config.hidden_size,), shape.dtype), attention_avals(config, shape))
+def weight_aval(shape: StepShape, *sizes: int) -> Aval | Quantized[Aval]:
+    """A projection's weight [..., F, D], in the dtype of the step or in 8 bits."""
+    if shape.quantization is None:
+        return Aval(sizes, shape.dtype)
+    return Quantized(Aval(sizes, "int8"), Aval(sizes[:-1], wide_dtype(shape.dtype)))
 
 
 def cache_avals(config: MlaConfig, shape: StepShape) -> Cache[Aval]:
@@ -187,7 +171,8 @@ def batch_avals(shape: StepShape) -> Batch[Aval, Aval]:
     )
 
 
-def _title(name: str, config: MlaConfig, shape: StepShape) -> str:
+def step_title(name: str, config: MlaConfig, shape: StepShape) -> str:
+    """The first line of a listing: a name and the sizes."""
     heads = config.num_attention_heads
     sizes = f"T={shape.tokens} B={shape.requests} H={heads} N={heads // shape.ranks} W={shape.ranks}"
     return f"{name}  {sizes} {shape.dtype}"

@@ -36,3 +36,8 @@ def combine(recv: Value, local: Value, local_lse: Value) -> Value:
 def all_reduce(x: Value, *, name: str = "out") -> Value:
     """Sum of `x` [T, D] over the group.  See `ops.AllReduce`."""
     return bind(ops.AllReduce(), x, names=(name,))[0]
+
+
+def all_gather(x: Value, *, features: int, ranks: int, name: str = "out") -> Value:
+    """The ranks' features [T, F] side by side -> [T, features].  See `ops.AllGather`."""
+    return bind(ops.AllGather(features, ranks), x, names=(name,))[0]

@@ -1,4 +1,4 @@
-"""Parameters and caches of MLA layers as plain pytrees, and how a checkpoint weight becomes them.
+"""Parameters and caches of decoder layers as plain pytrees, and how a checkpoint weight becomes them.
 
 `kv_b_proj` [H * (P + V), L] holds, per head, P rows that expand the latent to
 keys and V rows that expand it to values:
@@ -21,18 +21,25 @@ from mla_fx.config import MlaConfig
 Leaf = TypeVar("Leaf")
 
 
-class QueryLora(NamedTuple, Generic[Leaf]):
-    """Low-rank query, A = q_lora_rank: `q_a_proj` [A, D], `q_a_layernorm` [A], `q_b_proj` [heads * Q, A]."""
+class Quantized(NamedTuple, Generic[Leaf]):
+    """An 8-bit weight: `weight` int8 [..., F, D], `scale` [..., F] of each output feature.  See `ops.QuantLinear`."""
 
-    q_a_proj: Leaf
+    weight: Leaf
+    scale: Leaf
+
+
+class QueryLora(NamedTuple, Generic[Leaf]):
+    """Low-rank query of rank A: `q_a_proj` [A, D], `q_a_layernorm` [A], `q_b_proj` [heads * Q, A]."""
+
+    q_a_proj: Leaf | Quantized[Leaf]
     q_a_layernorm: Leaf
-    q_b_proj: Leaf
+    q_b_proj: Leaf | Quantized[Leaf]
 
 
 class QueryPlain(NamedTuple, Generic[Leaf]):
     """Direct query: `q_proj` [heads * Q, D]."""
 
-    q_proj: Leaf
+    q_proj: Leaf | Quantized[Leaf]
 
 
 class AttentionParams(NamedTuple, Generic[Leaf]):
@@ -43,18 +50,41 @@ class AttentionParams(NamedTuple, Generic[Leaf]):
     """
 
     query: QueryLora[Leaf] | QueryPlain[Leaf]
-    kv_a_proj: Leaf
+    kv_a_proj: Leaf | Quantized[Leaf]
     kv_a_layernorm: Leaf
     w_uk: Leaf
     w_uv: Leaf
-    o_proj: Leaf
+    o_proj: Leaf | Quantized[Leaf]
+
+
+class MlpParams(NamedTuple, Generic[Leaf]):
+    """One rank's F columns of a feed-forward network: `gate_up_proj` [2 F, D], gate first; `down_proj` [D, F]."""
+
+    gate_up_proj: Leaf | Quantized[Leaf]
+    down_proj: Leaf | Quantized[Leaf]
+
+
+class MoeParams(NamedTuple, Generic[Leaf]):
+    """One rank's experts, Y of X, and its columns of the shared ones.
+
+    `gate` [X, D], `e_score_correction_bias` [X] float32 (zeros where the model has none), `gate_up_proj` [Y, 2 F, D],
+    `down_proj` [Y, D, F], `shared_experts` one network or () for none.
+    """
+
+    gate: Leaf
+    e_score_correction_bias: Leaf
+    gate_up_proj: Leaf | Quantized[Leaf]
+    down_proj: Leaf | Quantized[Leaf]
+    shared_experts: MlpParams[Leaf] | tuple[()]
 
 
 class LayerParams(NamedTuple, Generic[Leaf]):
-    """The attention part of a decoder layer: pre-norm [D] and attention."""
+    """One rank's part of a decoder layer; both norms are [D]."""
 
     input_layernorm: Leaf
     attention: AttentionParams[Leaf]
+    post_attention_layernorm: Leaf
+    feed_forward: MlpParams[Leaf] | MoeParams[Leaf]
 
 
 class Cache(NamedTuple, Generic[Leaf]):
@@ -88,7 +118,8 @@ def shard_attention(
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     kv_b = full.kv_b_proj.view(config.num_attention_heads, nope + value, config.kv_lora_rank)
 
-    def rows(weight: torch.Tensor) -> torch.Tensor:
+    def rows(weight: torch.Tensor | Quantized[torch.Tensor]) -> torch.Tensor:
+        assert isinstance(weight, torch.Tensor), "weights of all heads are not in 8 bits"
         heads = weight.view(config.num_attention_heads, config.qk_head_dim, weight.shape[1])
         return heads[asked].reshape(-1, weight.shape[1])
 

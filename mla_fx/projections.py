@@ -1,13 +1,34 @@
-"""Per-token functions: projections, norms, rotation.  Descriptors in, descriptors out; formulas are with the ops."""
+"""Per-token functions: embedding, projections, norms, rotation.
+
+Descriptors in, descriptors out; formulas are with the ops.
+"""
 
 from mla_fx.config import MlaConfig
 from mla_fx.effects import Value, bind, ops
+from mla_fx.parameters import Quantized
 from mla_fx.rope import frequencies
 
 
-def linear(x: Value, weight: Value, *, name: str = "out") -> Value:
-    """`x` [T, D] times `weight` [F, D] transposed -> [T, F].  See `ops.Linear`."""
+def embedding(tokens: Value, table: Value, *, vocabulary: int, ranks: int) -> Value:
+    """This rank's part of the embeddings: `tokens` int64 [T], `table` [A, D] -> [T, D].  See `ops.Embedding`."""
+    return bind(ops.Embedding(vocabulary, ranks), tokens, table, names=("part",))[0]
+
+
+def take_rows(x: Value, rows: Value, *, name: str = "out") -> Value:
+    """`x` [T, D], `rows` int64 [O] -> [O, D].  See `ops.TakeRows`."""
+    return bind(ops.TakeRows(), x, rows, names=(name,))[0]
+
+
+def linear(x: Value, weight: Value | Quantized[Value], *, name: str = "out") -> Value:
+    """`x` [T, D] times `weight` [F, D] transposed -> [T, F].  See `ops.Linear`, and `ops.QuantLinear` for 8 bits."""
+    if isinstance(weight, Quantized):
+        return bind(ops.QuantLinear(), x, *weight, names=(name,))[0]
     return bind(ops.Linear(), x, weight, names=(name,))[0]
+
+
+def swiglu(x: Value, *, name: str = "out") -> Value:
+    """Gate and up [T, 2 F] -> [T, F].  See `ops.Swiglu`."""
+    return bind(ops.Swiglu(), x, names=(name,))[0]
 
 
 def rms_norm(x: Value, weight: Value, *, epsilon: float, name: str = "out") -> Value:

@@ -1,27 +1,28 @@
 """A checkpoint directory in Hugging Face format: verified as a whole, read in slices.
 
 Opening reads `config.json` and the headers of the safetensors files, and
-compares every name and shape with what the configuration asks for; no weight
-is read.  A rank then reads its own heads' rows and columns only.
+compares every name, shape and dtype with what the configuration asks for; no
+weight is read.  `mla_fx.models.load` then makes parameters of it, one tensor
+at a time.  Files are memory-mapped: of a slice only its own pages are read.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from attrs import frozen
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from mla_fx.effects import InputError
 from mla_fx.models.config import ModelConfig, load_config
-from mla_fx.models.tensors import Shapes, expected, optional
-from mla_fx.parameters import AttentionParams, LayerParams, QueryLora, QueryPlain, heads_of
+from mla_fx.models.quantize import dequantize_fp8, scale_shape
+from mla_fx.models.tensors import Shapes, expected, optional, prediction, prediction_layers
 
 #: Dtypes of weights, as safetensors names them.
 DTYPES = ("BF16", "F16", "F32", "F64")
+#: FP8 weights have a tensor of factors beside them.
+FP8, FACTORS = "F8_E4M3", "_scale_inv"
 #: How many names of a kind an error lists.
 LISTED = 5
 
@@ -40,7 +41,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Checkpoint":
-        """Read configuration and headers, and verify all names and shapes at once."""
+        """Read configuration and headers, and verify all names, shapes and dtypes at once."""
         directory = Path(directory)
         config = load_config(directory)
         found: Shapes = {}
@@ -55,69 +56,29 @@ class Checkpoint:
         _verify(directory, config, found, dtypes)
         return cls(directory, config, files)
 
-    def load_layer(
-        self, layer: int, *, rank: int, ranks: int, dtype: torch.dtype, replicate_query: bool = False
-    ) -> LayerParams[torch.Tensor]:
-        """One rank's part of a layer's norm and attention, in `dtype`; other heads' weights are not read."""
-        c = self.config.attention
-        self._refuse(layer, rank, ranks, dtype)
-        own = heads_of(rank, ranks=ranks, heads=c.num_attention_heads)
-        asked = slice(0, c.num_attention_heads) if replicate_query else own
+    @property
+    def has_prediction(self) -> bool:
+        """Whether the first prediction layer's tensors are there; transformers leaves them out when it writes."""
+        return f"model.layers.{self.config.num_hidden_layers}.eh_proj.weight" in self.files
 
-        def read(name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-            return self._read(f"model.layers.{layer}.{name}.weight", dtype, rows, columns)
+    def read(
+        self, name: str, *, dtype: torch.dtype, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        """A tensor or a part of it in `dtype`, contiguous; FP8 blocks are multiplied out.
 
-        query_rows = slice(asked.start * c.qk_head_dim, asked.stop * c.qk_head_dim)
-        query: QueryLora[torch.Tensor] | QueryPlain[torch.Tensor]
-        if c.q_lora_rank is None:
-            query = QueryPlain(read("self_attn.q_proj", query_rows))
-        else:
-            down, norm = read("self_attn.q_a_proj"), read("self_attn.q_a_layernorm")
-            query = QueryLora(down, norm, read("self_attn.q_b_proj", query_rows))
-        width = c.qk_nope_head_dim + c.v_head_dim
-        kv_b = read("self_attn.kv_b_proj", slice(asked.start * width, asked.stop * width))
-        kv_b = kv_b.view(asked.stop - asked.start, width, c.kv_lora_rank)
-        w_uv = kv_b[own.start - asked.start : own.stop - asked.start, c.qk_nope_head_dim :]
-        attention = AttentionParams(
-            query=query,
-            kv_a_proj=read("self_attn.kv_a_proj_with_mqa"),
-            kv_a_layernorm=read("self_attn.kv_a_layernorm"),
-            w_uk=kv_b[:, : c.qk_nope_head_dim].contiguous(),
-            w_uv=w_uv.transpose(1, 2).contiguous(),
-            o_proj=read("self_attn.o_proj", None, slice(own.start * c.v_head_dim, own.stop * c.v_head_dim)),
-        )
-        return LayerParams(read("input_layernorm"), attention)
-
-    def embed(self, token_ids: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
-        """Embeddings [len(token_ids), D] of tokens, in `dtype`; reads their rows only."""
-        for token in token_ids:
-            if not 0 <= token < self.config.vocab_size:
-                raise InputError(f"token_ids: each must be in 0..{self.config.vocab_size - 1}: got {token}")
-        name = "model.embed_tokens.weight"
-        with safe_open(self.files[name], "pt") as file:
-            rows = file.get_slice(name)
-            known = {token: rows[token : token + 1] for token in dict.fromkeys(token_ids)}
-        found = [known[token] for token in token_ids]
-        return torch.cat(found).to(dtype) if found else torch.empty(0, self.config.attention.hidden_size, dtype=dtype)
-
-    def _refuse(self, layer: int, rank: int, ranks: int, dtype: torch.dtype) -> None:
-        heads = self.config.attention.num_attention_heads
-        if not 0 <= layer < self.config.num_hidden_layers:
-            raise InputError(f"layer: must be in 0..{self.config.num_hidden_layers - 1}: got {layer}")
-        if ranks < 1 or heads % ranks:
-            raise InputError(f"ranks: must divide num_attention_heads, {heads}: got {ranks}")
-        if not 0 <= rank < ranks:
-            raise InputError(f"rank: must be in 0..{ranks - 1}: got {rank}")
-        if not dtype.is_floating_point:
-            raise InputError(f"dtype: must be floating: got {dtype}")
-
-    def _read(self, name: str, dtype: torch.dtype, rows: slice | None, columns: slice | None) -> torch.Tensor:
+        Stays in the mapped file where nothing has to be converted.
+        """
         with safe_open(self.files[name], "pt") as file:
             if rows is None and columns is None:
                 tensor: torch.Tensor = file.get_tensor(name)
             else:
                 tensor = file.get_slice(name)[rows or slice(None), columns or slice(None)]
-        return tensor.to(dtype).contiguous()
+        if name + FACTORS not in self.files:
+            return tensor.to(dtype).contiguous()
+        with safe_open(self.files[name + FACTORS], "pt") as file:
+            scale = file.get_tensor(name + FACTORS)
+        first = [part.start or 0 if part else 0 for part in (rows, columns)]
+        return dequantize_fp8(tensor, scale, dtype=dtype, row=first[0], column=first[1])
 
 
 def _files(directory: Path) -> list[Path]:
@@ -151,74 +112,48 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _verify(directory: Path, config: ModelConfig, found: Shapes, dtypes: Mapping[str, str]) -> None:
-    fp8 = [name for name, dtype in dtypes.items() if dtype.startswith("F8") or name.endswith("weight_scale_inv")]
-    if fp8:
-        must = f"FP8 weights are not supported yet, they must be {', '.join(DTYPES)}"
-        raise CheckpointError(f"{directory}: {must}: got {len(fp8)} FP8 tensors: {_some(fp8)}")
-    wanted = expected(config)
-    missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in found if name not in wanted and not optional(config, name)]
-    misshapen = [
-        f"{name} (must be {list(shape)}, got {list(found[name])})"
-        for name, shape in wanted.items()
-        if found.get(name, shape) != shape
-    ]
-    ill_typed = [
-        f"{name} (must be {', '.join(DTYPES)}, got {dtypes[name]})"
-        for name in wanted
-        if dtypes.get(name, DTYPES[0]) not in DTYPES
-    ]
+    """Tell everything that is wrong at once; raises `CheckpointError`."""
+    wanted, may_be = expected(config), optional(config)
+    for layer in prediction_layers(config):
+        if any(name.startswith(f"model.layers.{layer}.") for name in found):
+            wanted |= prediction(config, layer)
+    known = wanted | may_be
+    scales = {
+        name + FACTORS: scale_shape(shape) for name, shape in known.items() if dtypes.get(name) == FP8 and config.fp8
+    }
+    known |= scales
     kinds = (
-        ("missing", missing),
-        ("unexpected", unexpected),
-        ("of another shape", misshapen),
-        ("of another dtype", ill_typed),
+        ("missing", [name for name in (*wanted, *scales) if name not in found]),
+        # A tensor without elements, as transformers writes for networks of width 0, says nothing.
+        ("unexpected", [name for name, shape in found.items() if name not in known and 0 not in shape]),
+        (
+            "of another shape",
+            [
+                f"{name} (must be {list(shape)}, got {list(found[name])})"
+                for name, shape in known.items()
+                if found.get(name, shape) != shape
+            ],
+        ),
+        ("of another dtype", _ill_typed(config, known, dtypes)),
     )
     lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names]
     if lines:
         raise CheckpointError(f"{directory}: tensors must be those of config.json\n  " + "\n  ".join(lines))
 
 
+def _ill_typed(config: ModelConfig, known: Shapes, dtypes: Mapping[str, str]) -> list[str]:
+    """Tensors of a dtype that is not read; FP8 only for projections, and only where the configuration says so."""
+    wrong = []
+    for name, shape in known.items():
+        allowed: tuple[str, ...] = ("F32",) if name.endswith(FACTORS) else DTYPES
+        if config.fp8 and name.endswith("_proj.weight") and len(shape) == 2:
+            allowed = (*DTYPES, FP8)
+        if dtypes.get(name, allowed[0]) not in allowed:
+            hint = "" if dtypes[name] != FP8 or config.fp8 else ", and config.json has no quantization_config"
+            wrong.append(f"{name} (must be {', '.join(allowed)}, got {dtypes[name]}{hint})")
+    return wrong
+
+
 def _some(names: Sequence[str]) -> str:
     more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
-
-
-def write_checkpoint(directory: str | Path, config: ModelConfig, *, seed: int = 0, shards: int = 1) -> None:
-    """Write a checkpoint with seeded float32 weights: every tensor of the format, in `shards` files.
-
-    Projections have variance 1 / inputs, so that features keep the size of about 1; norms are near 1.
-    Raises `InputError` when the directory holds a checkpoint already, and for `shards` that would be empty.
-    """
-    directory = Path(directory)
-    count = len(expected(config))
-    if not 1 <= shards <= count:
-        raise InputError(f"shards: must be in 1..{count}, the number of tensors: got {shards}")
-    for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
-        if (directory / name).exists():
-            raise InputError(f"directory: must not hold a checkpoint already: got {directory / name}")
-    directory.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _weight(name, shape, generator) for name, shape in expected(config).items()}
-    (directory / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
-    if shards == 1:
-        save_file(tensors, directory / "model.safetensors")
-        return
-    names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for k in range(shards):
-        file = f"model-{k + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for name in names[k::shards]}
-        save_file(part, directory / file)
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
-    if "norm" in name:
-        return 1 + 0.1 * noise
-    if "embed_tokens" in name or len(shape) == 1:
-        return noise
-    return noise / math.sqrt(shape[-1])

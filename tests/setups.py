@@ -1,15 +1,19 @@
 """A decode step ready to run: small model, parameters, caches and batches of every rank."""
 
+import tempfile
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import frozen
 
-from mla_fx import MlaConfig, Sharding, StepShape, Yarn, attention_step, decode_stack, plan_batch
+from mla_fx import MlaConfig, MoeConfig, Sharding, StepShape, Yarn, attention_step, plan_batch
 from mla_fx.backends.inputs import DTYPES
 from mla_fx.batch import Planned
 from mla_fx.effects import Step
-from mla_fx.parameters import Cache, LayerParams, random_attention, shard_attention
+from mla_fx.models import Checkpoint, Loader, ModelConfig, model_step, write_checkpoint
+from mla_fx.parameters import Cache, random_attention, shard_attention
 
 CONFIG = MlaConfig(
     hidden_size=24,
@@ -22,10 +26,41 @@ CONFIG = MlaConfig(
     yarn=Yarn(factor=4.0, original_max_position_embeddings=16, mscale_all_dim=0.7),
 )
 
+MOE = MoeConfig(
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=6,
+    n_shared_experts=1,
+    n_group=2,
+    topk_group=1,
+    routed_scaling_factor=2.5,
+)
+
+
+def model_config(layers: int, attention: MlaConfig = CONFIG) -> ModelConfig:
+    """A model whose first layer is dense and whose others have experts."""
+    return ModelConfig(
+        attention=attention,
+        moe=MOE,
+        num_hidden_layers=layers,
+        vocab_size=19,
+        intermediate_size=10,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+    )
+
+
+@lru_cache
+def checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
+    """A checkpoint with seeded weights, written once a run."""
+    directory = Path(tempfile.mkdtemp(prefix="mla-fx-"))
+    write_checkpoint(directory, config, seed=seed)
+    return Checkpoint.open(directory)
+
 
 @frozen
 class Setup:
-    """`layers` None: the attention of one layer; a number: a stack."""
+    """`layers` None: the attention of one layer; a number: a whole model."""
 
     ranks: int = 2
     layers: int | None = None
@@ -36,6 +71,7 @@ class Setup:
     interleave: int = 1
     table_width: int = 6
     replicate_query: bool = False
+    quantization: str | None = None
     config: MlaConfig = CONFIG
 
     @property
@@ -49,30 +85,32 @@ class Setup:
             table_width=self.table_width,
             dtype=self.dtype,
             replicate_query=self.replicate_query,
+            quantization=self.quantization,
         )
 
     @property
     def step(self) -> Step:
         if self.layers is None:
             return attention_step(self.config, self.shape)
-        return decode_stack(self.config, self.shape, layers=self.layers)
+        return model_step(model_config(self.layers, self.config), self.shape)
 
     def params(self, seed: int = 0) -> list[Any]:
         """Per rank."""
-        generator = torch.Generator().manual_seed(seed)
-        full = [random_attention(self.config, generator=generator) for _ in range(self.layers or 1)]
-        dtype = DTYPES[self.dtype]
+        return [self._params(rank, seed) for rank in range(self.ranks)]
 
-        def of(rank: int) -> Any:
-            shards = [
-                shard_attention(f, self.config, rank=rank, ranks=self.ranks, replicate_query=self.replicate_query)
-                for f in full
-            ]
-            cast = torch.utils._pytree.tree_map(lambda t: t.to(dtype), shards)
-            norm = torch.ones(self.config.hidden_size, dtype=dtype)
-            return cast[0] if self.layers is None else [LayerParams(norm, shard) for shard in cast]
-
-        return [of(rank) for rank in range(self.ranks)]
+    def _params(self, rank: int, seed: int) -> Any:
+        if self.layers is not None:
+            return Loader(
+                checkpoint=checkpoint(model_config(self.layers, self.config), seed),
+                rank=rank,
+                ranks=self.ranks,
+                dtype=DTYPES[self.dtype],
+                replicate_query=self.replicate_query,
+                quantization=self.quantization,
+            ).model()
+        full = random_attention(self.config, generator=torch.Generator().manual_seed(seed))
+        own = shard_attention(full, self.config, rank=rank, ranks=self.ranks, replicate_query=self.replicate_query)
+        return torch.utils._pytree.tree_map(lambda t: t.to(DTYPES[self.dtype]), own)
 
     def caches(self, seed: int = 1) -> list[Any]:
         """Per rank, filled with noise: there is a history wherever a length says so."""
@@ -86,6 +124,9 @@ class Setup:
         return [cache() if self.layers is None else [cache() for _ in range(self.layers)] for _ in range(self.ranks)]
 
     def hidden(self, seed: int = 2) -> list[torch.Tensor]:
+        """What goes through the layers: hidden states, or the tokens of a model."""
+        if self.layers is not None:
+            return [torch.randint(19, (self.tokens,), generator=torch.Generator().manual_seed(seed))] * self.ranks
         x = torch.randn(self.tokens, self.config.hidden_size, generator=torch.Generator().manual_seed(seed))
         return [x.to(DTYPES[self.dtype])] * self.ranks
 

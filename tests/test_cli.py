@@ -3,14 +3,17 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
+from attrs import evolve
 
 from mla_fx import cli
 from mla_fx.cli import main
 from mla_fx.models import small_config, write_checkpoint
+from mla_fx.models.addition import DIRECTORY, problems
 from tests.test_imports import ROOT
 
 
@@ -24,17 +27,24 @@ QUICK = ("decode", "--steps", "3", "--prompt", "5")
 
 
 def deviation(out: str) -> float:
-    found = re.search(r"largest deviation from reference: (\S+) of the hidden states' root mean square", out)
+    """The largest one; the typical one is smaller, and both are told with the choices that agree."""
+    found = re.search(
+        r"deviation from reference: (\S+) typical, (\S+) largest, of the logits' root mean square; "
+        r"(\d+) of (\d+) most likely tokens are the same",
+        out,
+    )
     assert found and re.search(r"\d+ tokens in [\d.]+ s: [\d.]+ tokens per second", out)
-    return float(found[1])
+    assert float(found[1]) <= float(found[2]) and int(found[3]) <= int(found[4])
+    return float(found[2])
 
 
-@pytest.mark.parametrize("dtype, limit", [("bf16", 0.1), ("fp16", 0.02), ("fp32", 1e-5), ("fp64", 1e-12)])
+@pytest.mark.parametrize("dtype, limit", [("bf16", 3.0), ("fp16", 0.5), ("fp32", 1e-4), ("fp64", 1e-11)])
 @pytest.mark.parametrize("orchestration", ["serial", "exchange-aside", "attention-aside"])
 def test_decode_stays_near_the_reference(capsys, dtype, limit, orchestration):
+    """In 16 bits a token may go to another expert, which is why a single logit may be far off."""
     status, out, _ = run(capsys, *QUICK, "--dtype", dtype, "--orchestration", orchestration, "--ranks", "4")
     assert status == 0
-    assert "built-in small configuration: 4 layers, 16 heads, latent 64" in out
+    assert "built-in model, trained to add: 3 layers, 8 heads, latent 32" in out
     assert f"cpu, 4 ranks, {dtype}, {orchestration} (minimal)" in out
     assert 0 < deviation(out) < limit
 
@@ -44,19 +54,40 @@ def test_decode_stays_near_the_reference(capsys, dtype, limit, orchestration):
     [
         ("--interleave", "4", "--block-size", "8", "--ranks", "8", "--prompt", "70"),
         ("--new-tokens", "3", "--replicate-query", "--mode", "conservative"),
-        ("--adversary", "11", "--ranks", "1", "--prompt", "0"),
+        ("--adversary", "11", "--ranks", "1", "--prompt", "1"),
     ],
     ids=" ".join,
 )
 def test_decode_options(capsys, options):
     status, out, _ = run(capsys, *QUICK, "--dtype", "fp32", *options)
-    assert status == 0 and deviation(out) < 1e-5
+    assert status == 0 and deviation(out) < 1e-4
 
 
-def test_decode_a_checkpoint(capsys, tmp_path):
-    write_checkpoint(tmp_path, small_config(), shards=2)
-    status, out, _ = run(capsys, *QUICK, "--model", str(tmp_path), "--dtype", "fp32")
-    assert status == 0 and f"{tmp_path}: 4 layers" in out and deviation(out) < 1e-5
+def test_decode_in_8_bits(capsys):
+    """Where float32 rounds another way than float64, an activation differs by a whole step."""
+    status, out, _ = run(capsys, *QUICK, "--dtype", "fp32", "--quantization", "w8a8", "--requests", "3")
+    assert status == 0 and deviation(out) < 0.5
+
+
+def test_decode_solves_problems_when_it_is_asked_nothing(capsys):
+    status, out, _ = run(capsys, "decode", "--requests", "4", "--dtype", "fp32")
+    assert status == 0 and deviation(out) < 1e-4
+    for prompt, answer in problems(4):
+        assert f"{prompt} {answer}\n" in out
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A checkpoint of another model, with a tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, evolve(small_config(), vocab_size=32), shards=2)
+    shutil.copy(DIRECTORY / "tokenizer.json", path)
+    return path
+
+
+def test_decode_a_checkpoint(capsys, directory):
+    status, out, _ = run(capsys, *QUICK, "--model", str(directory), "--dtype", "fp32")
+    assert status == 0 and f"{directory}: 4 layers" in out and deviation(out) < 1e-4
 
 
 def test_the_reference_is_the_reference(capsys):
@@ -97,7 +128,7 @@ def test_show_a_checkpoints_program(capsys, tmp_path):
 
 def test_check(capsys):
     status, out, _ = run(capsys, "check", "--layers", "61")
-    assert status == 0 and out.startswith("legal: 1160 launches, 122 records, 122 waits, 0 keeps")
+    assert status == 0 and out.startswith("legal: 1996 launches, 122 records, 122 waits, 0 keeps")
     status, out, _ = run(capsys, "check", "--without", "21")
     assert status == 1
     assert out.startswith("without 21: wait e0    # workspace\n")
@@ -149,7 +180,8 @@ def test_an_orchestration_and_a_program_of_ones_own(capsys, mine):
         (("check", "--program", "mine:number"), "--program: must be a Program: got int"),
         (("check", "--without", "99"), "--without: must be in 0..41: got 99"),
         ((*QUICK, "--interleave", "3"), "interleave: must divide block_size, 16: got 3"),
-        ((*QUICK, "--prompt", "-1"), "--prompt: must be at least 0: got -1"),
+        (("decode", "--prompt", "0"), "--prompt: must be at least 1: got 0"),
+        (("decode", "--steps", "2000"), "--steps: prompt and steps must fit max_position_embeddings, 1024: got 20"),
         ((*QUICK, "--model", "nowhere"), "nowhere/config.json: must be a readable file: No such file or directory"),
     ],
 )
@@ -167,7 +199,7 @@ def test_argument_errors(capsys):
     assert "argument --ranks: must be an integer of at least 1: got 'zero'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["decode", "show", "check"])
+@pytest.mark.parametrize("command", ["decode", "generate", "show", "check"])
 def test_help_is_worth_reading(capsys, command):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
@@ -186,9 +218,9 @@ COMMANDS += re.findall(r"`(mla-fx \w+ --without \d+)`", (ROOT / "README.md").rea
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_examples_of_the_help_and_the_readme_run(capsys, mine, command):
+def test_examples_of_the_help_and_the_readme_run(capsys, mine, directory, command):
     """Shortened to two steps; only leaving an effect out is illegal."""
-    write_checkpoint("DIR", small_config())
+    shutil.copytree(directory, "DIR")
     arguments = shlex.split(command)[1:] + (["--steps", "2"] if "decode" in command else [])
     status, out, err = run(capsys, *arguments)
     assert (status, "Traceback" in err) == ("--without" in command, False), err
@@ -215,4 +247,4 @@ def test_a_reader_that_goes_away(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.stdout.startswith("decode_stack 61 layers") and done.stderr == ""
+    assert done.stdout.startswith("model_step 61 layers") and done.stderr == ""

@@ -94,5 +94,5 @@ def test_a_python_without_venv_is_told_and_leaves_nothing_half_made(tmp_path):
 
 def test_help_is_the_default_and_lists_every_command():
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for command in ("decode", "test", "check", "bench", "soak", "clean"):
+    for command in ("decode", "generate", "test", "check", "bench", "soak", "clean"):
         assert f"make {command} " in done.stdout

@@ -7,6 +7,8 @@ the stream that is current (see `mla_fx.backends.torch_streams`).  Importing
 this package does not import torch_npu.
 
 What is here has run on the emulated CANN of `emulator`, on no NPU so far.
+Routed experts and 8-bit weights have no rules here yet: a program with them is
+refused when it is compiled.
 """
 
 if __name__ != "mla_fx.backends.ascend":  # reached as a top-level name from the checkout
@@ -22,10 +24,13 @@ import torch
 from mla_fx.backends.ascend import (
     absorb_query,
     add,
+    all_gather,
     all_reduce,
     all_to_all,
     combine,
     current_attention,
+    embedding,
+    gate_logits,
     gather_heads,
     history_attention,
     linear,
@@ -33,6 +38,8 @@ from mla_fx.backends.ascend import (
     rms_norm,
     rope,
     rope_angles,
+    swiglu,
+    take_rows,
     v_up,
     write_cache,
 )
@@ -57,6 +64,11 @@ RULES: Final[Mapping[type[Op], Rule]] = MappingProxyType(
         ops.VUp: v_up.rule,
         ops.AllReduce: all_reduce.rule,
         ops.Add: add.rule,
+        ops.Embedding: embedding.rule,
+        ops.TakeRows: take_rows.rule,
+        ops.AllGather: all_gather.rule,
+        ops.Swiglu: swiglu.rule,
+        ops.GateLogits: gate_logits.rule,
     }
 )
 

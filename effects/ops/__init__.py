@@ -5,22 +5,33 @@ from typing import Final
 from mla_fx.effects.op import Op
 from mla_fx.effects.ops.absorb_query import AbsorbQuery as AbsorbQuery
 from mla_fx.effects.ops.add import Add as Add
+from mla_fx.effects.ops.all_gather import AllGather as AllGather
 from mla_fx.effects.ops.all_reduce import AllReduce as AllReduce
 from mla_fx.effects.ops.all_to_all import AllToAll as AllToAll
 from mla_fx.effects.ops.combine import Combine as Combine
 from mla_fx.effects.ops.current_attention import CurrentAttention as CurrentAttention
+from mla_fx.effects.ops.embedding import Embedding as Embedding
+from mla_fx.effects.ops.gate_logits import GateLogits as GateLogits
 from mla_fx.effects.ops.gather_heads import GatherHeads as GatherHeads
+from mla_fx.effects.ops.gating_top_k import GatingTopK as GatingTopK
+from mla_fx.effects.ops.grouped_linear import GroupedLinear as GroupedLinear
 from mla_fx.effects.ops.history_attention import WORKSPACE as WORKSPACE
 from mla_fx.effects.ops.history_attention import HistoryAttention as HistoryAttention
 from mla_fx.effects.ops.linear import Linear as Linear
 from mla_fx.effects.ops.local_heads import LocalHeads as LocalHeads
+from mla_fx.effects.ops.permute_tokens import PermuteTokens as PermuteTokens
+from mla_fx.effects.ops.quant_grouped_linear import QuantGroupedLinear as QuantGroupedLinear
+from mla_fx.effects.ops.quant_linear import QuantLinear as QuantLinear
 from mla_fx.effects.ops.rms_norm import RmsNorm as RmsNorm
 from mla_fx.effects.ops.rope import Rope as Rope
 from mla_fx.effects.ops.rope_angles import RopeAngles as RopeAngles
+from mla_fx.effects.ops.swiglu import Swiglu as Swiglu
+from mla_fx.effects.ops.take_rows import TakeRows as TakeRows
+from mla_fx.effects.ops.unpermute_tokens import UnpermuteTokens as UnpermuteTokens
 from mla_fx.effects.ops.v_up import VUp as VUp
 from mla_fx.effects.ops.write_cache import WriteCache as WriteCache
 
-#: Every op, in the order of a decode step.
+#: Every op, in the order of a decode step: attention, then the rest of a model.
 ALL: Final[tuple[type[Op], ...]] = (
     Linear,
     RmsNorm,
@@ -37,4 +48,15 @@ ALL: Final[tuple[type[Op], ...]] = (
     VUp,
     AllReduce,
     Add,
+    Embedding,
+    TakeRows,
+    Swiglu,
+    GateLogits,
+    GatingTopK,
+    PermuteTokens,
+    GroupedLinear,
+    UnpermuteTokens,
+    QuantLinear,
+    QuantGroupedLinear,
+    AllGather,
 )

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, ShapeError, lse_dtype, lse_lanes, match, require_dtype, same_dtype
+from mla_fx.effects.aval import Aval, ShapeError, lse_lanes, match, require_dtype, same_dtype, wide_dtype
 from mla_fx.effects.op import Op
 
 
@@ -30,7 +30,7 @@ class AllToAll(Op):
         """The group must divide the heads; the LSE has the dtype that goes with the output's."""
         axes = match(self.name, out=(out, "T H L"), lse=(lse, "T H"))
         dtype = same_dtype(self.name, out=out)
-        require_dtype(self.name, "lse", lse, lse_dtype(dtype))
+        require_dtype(self.name, "lse", lse, wide_dtype(dtype))
         if axes["H"] % self.ranks:
             raise ShapeError(
                 f"{self.name}: axis H of out must be a multiple of the ranks, {self.ranks}: got {axes['H']}"

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, ShapeError, lse_dtype, lse_lanes, match, require_dtype, same_dtype
+from mla_fx.effects.aval import Aval, ShapeError, lse_lanes, match, require_dtype, same_dtype, wide_dtype
 from mla_fx.effects.op import Op
 
 
@@ -31,7 +31,7 @@ class Combine(Op):
         """E is L and the LSE lanes of the payload dtype."""
         axes = match(self.name, recv=(recv, "W T N E"), local=(local, "T N L"), local_lse=(local_lse, "T N"))
         dtype = same_dtype(self.name, recv=recv, local=local)
-        require_dtype(self.name, "local_lse", local_lse, lse_dtype(dtype))
+        require_dtype(self.name, "local_lse", local_lse, wide_dtype(dtype))
         if axes["E"] != axes["L"] + lse_lanes(dtype):
             raise ShapeError(
                 f"{self.name}: axis E of recv must be L + {lse_lanes(dtype)} LSE lanes of {dtype} = "

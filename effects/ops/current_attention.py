@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, lse_dtype, match, require_dtype, same_dtype
+from mla_fx.effects.aval import Aval, match, require_dtype, same_dtype, wide_dtype
 from mla_fx.effects.op import Op
 from mla_fx.effects.ops.history_attention import WORKSPACE, check_query_lengths
 
@@ -48,7 +48,7 @@ class CurrentAttention(Op):
         )
         dtype = same_dtype(self.name, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
         require_dtype(self.name, "query_lengths", query_lengths, "host")
-        return q_latent, Aval((axes["T"], axes["N"]), lse_dtype(dtype))
+        return q_latent, Aval((axes["T"], axes["N"]), wide_dtype(dtype))
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Lengths fit the tokens of the step."""

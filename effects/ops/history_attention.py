@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, lse_dtype, match, require_dtype, same_dtype
+from mla_fx.effects.aval import Aval, match, require_dtype, same_dtype, wide_dtype
 from mla_fx.effects.op import InputError, Op
 
 #: Scratch that both attention operators use; on an NPU one preallocated block serves both.
@@ -84,7 +84,7 @@ class HistoryAttention(Op):
         require_dtype(self.name, "block_table", block_table, "int32")
         require_dtype(self.name, "query_lengths", query_lengths, "host")
         require_dtype(self.name, "history_lengths", history_lengths, "host")
-        return q_latent, Aval((axes["T"], axes["H"]), lse_dtype(dtype))
+        return q_latent, Aval((axes["T"], axes["H"]), wide_dtype(dtype))
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Lengths fit tokens and table; every block that a length reaches is a block of the cache."""

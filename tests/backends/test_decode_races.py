@@ -29,7 +29,8 @@ from mla_fx import (
 )
 from mla_fx.decode import query
 from mla_fx.effects import MAIN, Call, Keep, Program, Record, Step, Wait, check, ops, schedule, violations
-from tests.setups import Setup
+from mla_fx.models import Loader, mtp_step
+from tests.setups import Setup, checkpoint, model_config
 
 
 def keys_aside(call: Call) -> str:
@@ -83,7 +84,11 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("mode", ["minimal", "conservative"])
 @pytest.mark.parametrize("name", ORCHESTRATIONS)
-@pytest.mark.parametrize("setup", [ONE, STACK, Setup(replicate_query=True), Setup(ranks=4)], ids=str)
+@pytest.mark.parametrize(
+    "setup",
+    [ONE, STACK, Setup(replicate_query=True), Setup(ranks=4), Setup(layers=2, quantization="w8a8")],
+    ids=["layer", "model", "replicated query", "four ranks", "w8a8"],
+)
 def test_every_seed_gives_the_serial_bits(setup, name, mode):
     expected = outputs(setup, schedule(setup.step, orchestrations.serial), None)
     assert not any(t.isnan().any() for t in expected)
@@ -93,8 +98,35 @@ def test_every_seed_gives_the_serial_bits(setup, name, mode):
         assert equal(outputs(setup, program, seed), expected), f"seed {seed}"
 
 
+def test_prediction_under_every_seed():
+    """The prediction module beside the model: its experts, its exchange, its cache."""
+    shape = evolve(STACK.shape, requests=2, tokens=3)
+    step = mtp_step(model_config(2), shape, given=3, rows=2)
+    loaders = [Loader(checkpoint=checkpoint(model_config(2)), rank=r, ranks=2, dtype=torch.float32) for r in range(2)]
+    hidden = torch.randn(3, 24, generator=torch.Generator().manual_seed(5))
+
+    def found(name: str, seed: int | None) -> list[torch.Tensor]:
+        arguments = (
+            [loader.mtp(loader.model()) for loader in loaders],
+            ONE.caches(),
+            [torch.tensor([-1, 3, 18])] * 2,
+            [hidden] * 2,
+            [torch.tensor([2, 0, 0])] * 2,
+            ONE.batches(),
+            [torch.tensor([0, 2])] * 2,
+        )
+        backend = backends.get("cpu", ranks=2, adversary=seed)
+        return pytree.tree_leaves(backend.compile(schedule(step, ORCHESTRATIONS[name]))(*arguments))
+
+    expected = found("serial", None)
+    assert not any(tensor.isnan().any() for tensor in expected)
+    for name in ORCHESTRATIONS:
+        for seed in range(6):
+            assert equal(found(name, seed), expected), f"{name}, seed {seed}"
+
+
 @pytest.mark.parametrize("name", ["exchange-aside", "attention-aside", "keys-aside"])
-@pytest.mark.parametrize("setup", [ONE, STACK], ids=["layer", "stack"])
+@pytest.mark.parametrize("setup", [ONE, STACK], ids=["layer", "model"])
 def test_nothing_can_be_left_out(setup, name):
     nothing_can_be_left_out(setup, schedule(setup.step, ORCHESTRATIONS[name]))
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
-from mla_fx import MlaConfig, StepShape, attention_step, decode_stack, orchestrations
+from mla_fx import MlaConfig, StepShape, attention_step, orchestrations
 from mla_fx.effects import (
     MAIN,
     Call,
@@ -21,6 +22,7 @@ from mla_fx.effects import (
     ops,
     schedule,
 )
+from mla_fx.models import deepseek_v3_config, model_step
 from tests.effects.toys import One, Scratch, Two, Update
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -38,7 +40,7 @@ def test_listing(name):
 @pytest.mark.parametrize("layers", [1, 61])
 def test_how_much_attention_aside_keeps(layers):
     """The figures in the README: minimal keeps nothing, conservative six tensors a layer, as code by hand does."""
-    step = decode_stack(CONFIG, SHAPE, layers=layers)
+    step = model_step(evolve(deepseek_v3_config(), num_hidden_layers=layers), SHAPE)
     minimal = schedule(step, orchestrations.attention_aside)
     conservative = schedule(step, orchestrations.attention_aside, mode="conservative")
     check(minimal)

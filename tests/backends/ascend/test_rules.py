@@ -120,6 +120,44 @@ def test_write_cache(rng, dtype, slots):
 
 
 @each_dtype
+@each_count
+def test_swiglu(rng, dtype, tokens):
+    verify(ops.Swiglu(), random(rng, tokens, 12, dtype=dtype))
+
+
+@each_dtype
+@each_count
+def test_gate_logits_are_float32(rng, dtype, tokens):
+    (got,) = verify(ops.GateLogits(), random(rng, tokens, 24, dtype=dtype), random(rng, 8, 24, dtype=dtype))
+    assert got.dtype == torch.float32
+
+
+@each_dtype
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [[0, 9, 4, 7, -1, 3, 8, 4], []], ids=["some", "none"])
+def test_embedding(rng, dtype, rank, tokens):
+    """Ten words over three ranks of four: the last rank's table is padded."""
+    table = random(rng, 4, 5, dtype=dtype)
+    verify(ops.Embedding(vocabulary=10, ranks=3), torch.tensor(tokens, dtype=torch.int64), table, rank=rank)
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [[2, 0, 2], []], ids=["some", "none"])
+def test_take_rows(rng, dtype, rows):
+    verify(ops.TakeRows(), random(rng, 3, 5, dtype=dtype), torch.tensor(rows, dtype=torch.int64))
+
+
+@each_dtype
+@each_count
+@pytest.mark.parametrize("features", [6, 5])
+def test_all_gather(rng, dtype, tokens, features):
+    given = [(random(rng, tokens, 2, dtype=dtype),) for _ in range(3)]
+    want = cpu.RULES[ops.AllGather](given, features=features, ranks=3)
+    for ours, exactly in zip(over_ranks(ops.AllGather(features, 3), given), want, strict=True):
+        assert torch.equal(ours[0], exactly[0])
+
+
+@each_dtype
 def test_local_heads(rng, dtype):
     for rank in range(3):
         verify(ops.LocalHeads(3), random(rng, 2, 6, 5, dtype=dtype), rank=rank)

@@ -13,7 +13,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 
 from mla_fx import Sharding, StepShape, attention_step, backends, orchestrations, plan_batch
 from mla_fx.effects import schedule
-from mla_fx.models import Checkpoint
+from mla_fx.models import Checkpoint, Loader
 from mla_fx.parameters import empty_cache
 
 YARN = {
@@ -103,7 +103,8 @@ def ours(directory, xs: list[torch.Tensor], *, ranks: int, interleave: int, back
     )
     run = made.compile(schedule(attention_step(checkpoint.config.attention, shape), orchestrations.attention_aside))
     kind = torch.float64 if dtype == "fp64" else torch.float32
-    params = [checkpoint.load_layer(1, rank=r, ranks=ranks, dtype=kind).attention for r in range(ranks)]
+    loaders = [Loader(checkpoint=checkpoint, rank=rank, ranks=ranks, dtype=kind) for rank in range(ranks)]
+    params = [loader.attention(1) for loader in loaders]
     caches = [
         empty_cache(checkpoint.config.attention, blocks=3 * width, block_size=4, dtype=kind)[0] for _ in range(ranks)
     ]

@@ -1,0 +1,19 @@
+"""CPU rule of `ops.PermuteTokens`: one stable sort of the pairs by expert, this rank's first."""
+
+import torch
+
+
+def rule(
+    x: torch.Tensor, experts: torch.Tensor, *, own: int, ranks: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs of other ranks sort behind as expert number `own`; their rows are left as they come."""
+    local = experts.flatten().to(torch.int64) - rank * own
+    local.masked_fill_((local < 0) | (local >= own), own)
+    order = local.argsort(stable=True)
+    counts = torch.bincount(local, minlength=own + 1)[:own]
+    mine = order[: int(counts.sum())]
+    rows = x.new_empty(len(order), x.shape[1])
+    torch.index_select(x, 0, mine // experts.shape[1], out=rows[: len(mine)])
+    source = torch.full((len(order),), -1, dtype=torch.int32)
+    source[mine] = torch.arange(len(mine), dtype=torch.int32)
+    return rows, counts.clone(), source.view_as(experts)

@@ -1,0 +1,13 @@
+"""CPU rule of `ops.QuantLinear`: an integer matrix product between two scalings."""
+
+import torch
+
+
+def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor]:
+    """Steps and scaling in float32 (float64 beside float64), sums in int32, rounded once to the dtype of `x`."""
+    wide = x.to(scale.dtype)
+    step = wide.abs().amax(1, keepdim=True).div_(127) if x.shape[1] else scale.new_zeros(x.shape[0], 1)
+    # A row of zeros has no step: 0 / 0 is NaN, which is taken as 0; a NaN or infinity in x comes back through the step.
+    q = (wide / step).round_().nan_to_num_(0, 0, 0).to(torch.int8)
+    total = torch._int_mm(q, weight.t()).to(scale.dtype)
+    return (total.mul_(step).mul_(scale).to(x.dtype),)

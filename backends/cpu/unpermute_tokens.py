@@ -1,0 +1,14 @@
+"""CPU rule of `ops.UnpermuteTokens`."""
+
+import torch
+
+
+def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor]:
+    """Sum in float32 (float64 beside float64), in the order of the experts' scores, rounded once."""
+    out = torch.zeros(source.shape[0], rows.shape[1], dtype=weights.dtype)
+    for of_pair, weight in zip(source.unbind(1), weights.unbind(1), strict=True):
+        here = (of_pair >= 0).nonzero().squeeze(1)
+        if len(here):
+            part = rows.index_select(0, of_pair[here]).to(out.dtype)
+            out.index_add_(0, here, part.mul_(weight[here].unsqueeze(1)))
+    return (out.to(rows.dtype),)

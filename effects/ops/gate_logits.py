@@ -1,0 +1,28 @@
+"""Affinity of every token to every routed expert, in float32 whatever the activations are.
+
+    logits[t, x] = sum_d float32(x[t, d]) * float32(weight[x, d])
+
+Source: the gate of DeepSeek-V3 as transformers computes it; a logit rounded to
+16 bits would change which experts are chosen.
+"""
+
+from typing import ClassVar
+
+from attrs import frozen
+
+from mla_fx.effects.aval import Aval, match, same_dtype, wide_dtype
+from mla_fx.effects.op import Op
+
+
+@frozen
+class GateLogits(Op):
+    """`x` [T, D], `weight` [X, D] -> `logits` [T, X] float32 (float64 beside float64)."""
+
+    operands: ClassVar = ("x", "weight")
+    results: ClassVar = ("logits",)
+
+    def shape_rule(self, x: Aval, weight: Aval) -> tuple[Aval, ...]:
+        """One floating dtype in, the wide one out."""
+        axes = match(self.name, x=(x, "T D"), weight=(weight, "X D"))
+        dtype = same_dtype(self.name, x=x, weight=weight)
+        return (Aval((axes["T"], axes["X"]), wide_dtype(dtype)),)

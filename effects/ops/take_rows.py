@@ -1,0 +1,33 @@
+"""The rows that are asked for, as the last token of each request before the head.
+
+out[o] = x[rows[o]]
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+from mla_fx.effects.aval import FLOATS, Aval, match, require_dtype
+from mla_fx.effects.op import InputError, Op
+
+
+@frozen
+class TakeRows(Op):
+    """`x` [T, D], `rows` int64 [O] in 0..T-1 -> [O, D]."""
+
+    operands: ClassVar = ("x", "rows")
+
+    def shape_rule(self, x: Aval, rows: Aval) -> tuple[Aval, ...]:
+        """Rows are counted from 0; a row may be asked for more than once."""
+        axes = match(self.name, x=(x, "T D"), rows=(rows, "O"))
+        require_dtype(self.name, "x", x, *FLOATS)
+        require_dtype(self.name, "rows", rows, "int64")
+        return (Aval((axes["O"], axes["D"]), x.dtype),)
+
+    def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
+        """Every row is there."""
+        rows, count = values["rows"], avals["x"].shape[0]
+        if rows.size and not 0 <= rows.min() <= rows.max() < count:
+            wrong = next(row for row in rows.tolist() if not 0 <= row < count)
+            raise InputError(f"rows: each must be in 0..{count - 1}: got {wrong}")

@@ -1,0 +1,69 @@
+"""Drafts from the model's own multi-token prediction module.
+
+After a step, the module runs over the positions the step has settled, each
+with the token that follows it and the step's hidden state, and so keeps a
+cache of its own in the same blocks; its logits at a request's last position
+are the first draft.  A further draft takes the module's own hidden state and
+the draft before; what that writes to the cache is written again once the model
+has seen these positions.  Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import frozen
+
+from mla_fx.effects import InputError
+from mla_fx.models.engine import Served
+from mla_fx.models.runner import Piece, Runner
+
+
+@frozen
+class MtpDrafter:
+    """Proposes up to `count` drafts a request; the runner has the parameters of the module."""
+
+    runner: Runner
+    count: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.count, int) or self.count < 1:
+            raise InputError(f"count: must be an integer of at least 1: got {self.count!r}")
+        if self.runner.mtp is None:
+            raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
+
+    def propose(self, served: Sequence[Served], hidden: Any) -> list[list[int]]:
+        """Draft for every request whose prompt is filled in; the others' positions only enter the cache."""
+        drafts: list[list[int]] = [[] for _ in served]
+        sources = [one.row + i for one in served for i in range(one.count)]
+        ends = list(itertools.accumulate(one.count for one in served))
+        live = [k for k, one in enumerate(served) if one.request.cached + 1 == len(one.request.tokens)]
+        rows = [ends[k] - 1 for k in live]  # of the module's hidden states: each request's last position
+        logits, hidden = self.runner.predict([_settled(one) for one in served], hidden, sources, rows)
+        while live:
+            for k, token in zip(live, logits.argmax(1).tolist(), strict=True):
+                drafts[k].append(token)
+            ahead = [(k, row) for k, row in zip(live, rows, strict=True) if self._further(served[k], len(drafts[k]))]
+            if not ahead:
+                break
+            live, sources = [k for k, _ in ahead], [row for _, row in ahead]
+            rows = list(range(len(live)))
+            pieces = [_drafted(served[k], drafts[k]) for k in live]
+            logits, hidden = self.runner.predict(pieces, hidden, sources, rows)
+        return drafts
+
+    def _further(self, one: Served, count: int) -> bool:
+        """Whether another draft may still count, and there is room for the position it is made at."""
+        return count < min(self.count, one.request.left - 1) and one.request.cached + count <= one.room
+
+
+def _settled(one: Served) -> Piece:
+    """The positions that a step settled, each with the token behind it; position 0 has none, as in vLLM."""
+    following = one.request.tokens[one.start + 1 : one.start + one.count + 1]
+    tokens = [-1 if one.start + i == 0 else token for i, token in enumerate(following)]
+    return Piece(tokens=tokens, start=one.start, table=one.table)
+
+
+def _drafted(one: Served, drafts: list[int]) -> Piece:
+    """The position behind the last, with the last draft as the token behind it."""
+    return Piece(tokens=drafts[-1:], start=one.request.cached - 1 + len(drafts), table=one.table)

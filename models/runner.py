@@ -1,0 +1,208 @@
+"""A model on a backend: its parameters and caches, and programs compiled as they are needed.
+
+One program serves every step of its sizes; the number of tokens is rounded up
+to a power of two, so a few programs serve all.  A step in which a prompt is
+filled in has a program, and an orchestration, of its own: there the current
+part is a whole chunk and outweighs the exchange that it would hide, so it is
+serial unless somebody asks for another one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from attrs import define, evolve, field
+
+from mla_fx import orchestrations
+from mla_fx.batch import Planned, plan_batch
+from mla_fx.decode import StepShape
+from mla_fx.dtypes import DTYPES
+from mla_fx.effects import InputError, Program, Step, schedule
+from mla_fx.effects.schedule import Mode, Placement
+from mla_fx.models.checkpoint import Checkpoint
+from mla_fx.models.config import ModelConfig
+from mla_fx.models.load import Loader
+from mla_fx.models.parameters import ModelParams, MtpParams
+from mla_fx.models.stack import model_step, mtp_step
+from mla_fx.parameters import empty_cache
+from mla_fx.sharding import Sharding
+
+
+class Machine(Protocol):
+    """What runs programs; `mla_fx.backends.get` gives one."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group, all in this process."""
+
+    @property
+    def dtype(self) -> str | None:
+        """The floating dtype that replaces a program's, or None."""
+
+    def compile(self, program: Program) -> Callable[..., Any]:
+        """A program as a function of its arguments, each a list over the ranks."""
+
+    def put(self, tree: Any) -> Any:
+        """A pytree of tensors as the backend takes it."""
+
+
+@define(kw_only=True)
+class Piece:
+    """What a step does for one request: `tokens` at positions `start`, `start` + 1, ...; `table` its blocks."""
+
+    tokens: Sequence[int]
+    start: int
+    table: Sequence[int]
+
+
+@define(kw_only=True, eq=False)
+class Runner:
+    """Runs a model's steps.  `params` and, for drafts, `mtp` have an entry a rank.
+
+    `shape` says ranks, dtype, blocks, block size, table width and the number of requests; its tokens do not matter.
+    `interleave` is that of the sharding.
+    """
+
+    config: ModelConfig
+    machine: Machine
+    shape: StepShape
+    params: list[ModelParams[torch.Tensor]]
+    mtp: list[MtpParams[torch.Tensor]] | None = None
+    interleave: int = 1
+    placement: Placement = orchestrations.attention_aside
+    prefill_placement: Placement = orchestrations.serial
+    mode: Mode = "minimal"
+    programs: dict[tuple[Any, ...], Callable[..., Any]] = field(factory=dict, init=False)
+    caches: list[Any] = field(init=False)
+    mtp_caches: list[Any] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.machine.ranks != self.shape.ranks or len(self.params) != self.shape.ranks:
+            raise InputError(
+                f"ranks: backend, shape and params must agree: got {self.machine.ranks}, {self.shape.ranks} and "
+                f"{len(self.params)}"
+            )
+        self.params, self.mtp = self.machine.put((self.params, self.mtp))
+        self.caches = [self._cache(self.config.num_hidden_layers) for _ in range(self.shape.ranks)]
+        self.mtp_caches = [self._cache(1)[0] for _ in range(self.shape.ranks if self.mtp else 0)]
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, machine: Machine, *, shape: StepShape, mtp: bool = False, **options: Any
+    ) -> "Runner":
+        """Read every rank's part of a checkpoint, in the dtype and quantisation of `shape`.
+
+        `mtp`: with the prediction module.  Further options are fields of the runner, and `progress` for a bar.
+        """
+        progress = options.pop("progress", False)
+        params, modules = [], []
+        for rank in range(shape.ranks):
+            loader = Loader(
+                checkpoint=checkpoint,
+                rank=rank,
+                ranks=shape.ranks,
+                dtype=DTYPES[shape.dtype],
+                replicate_query=shape.replicate_query,
+                quantization=shape.quantization,
+                progress=progress,
+            )
+            params.append(loader.model())
+            if mtp:
+                modules.append(loader.mtp(params[-1]))
+        return cls(
+            config=checkpoint.config, machine=machine, shape=shape, params=params, mtp=modules or None, **options
+        )
+
+    @property
+    def sharding(self) -> Sharding:
+        """How sequences lie over ranks and blocks."""
+        return Sharding(ranks=self.shape.ranks, interleave=self.interleave, block_size=self.shape.block_size)
+
+    def forward(self, pieces: Sequence[Piece], rows: Sequence[int], *, filling: bool) -> tuple[torch.Tensor, Any]:
+        """One step: logits [len(rows), vocabulary] of the tokens numbered `rows`, and the hidden states of every rank.
+
+        `filling` says that the step fills in a prompt.
+        """
+        tokens, padded, batches = self._batches(pieces)
+        wanted = self._integers(rows, round_up(len(rows)))
+        shape = evolve(self.shape, tokens=padded)
+        run = self._program(
+            ("model", padded, len(wanted), filling),
+            lambda: model_step(self.config, shape, rows=len(wanted), hidden=True),
+            filling,
+        )
+        ids = self._integers(tokens, padded)
+        logits, hidden, self.caches = run(self.params, self.caches, self._all(ids), batches, self._all(wanted))
+        return logits[0][: len(rows)], hidden
+
+    def predict(
+        self, pieces: Sequence[Piece], hidden: Any, sources: Sequence[int], rows: Sequence[int]
+    ) -> tuple[torch.Tensor, Any]:
+        """A step of the prediction module: each piece has the tokens that follow its positions.
+
+        `hidden` of every rank is what `forward` or an earlier `predict` gave, `sources` the row of it for each token.
+        Returns logits [len(rows), vocabulary] and hidden states, as `forward`.
+        """
+        assert self.mtp is not None
+        tokens, padded, batches = self._batches(pieces)
+        wanted = self._integers(rows, round_up(len(rows)))
+        given, shape = hidden[0].shape[0], evolve(self.shape, tokens=padded)
+        run = self._program(
+            ("mtp", padded, len(wanted), given),
+            lambda: mtp_step(self.config, shape, given=given, rows=len(wanted)),
+            filling=padded > self.shape.requests,
+        )
+        ids, taken = self._integers(tokens, padded), self._integers(sources, padded)
+        logits, after, self.mtp_caches = run(
+            self.mtp, self.mtp_caches, self._all(ids), hidden, self._all(taken), batches, self._all(wanted)
+        )
+        return logits[0][: len(rows)], after
+
+    def _batches(self, pieces: Sequence[Piece]) -> tuple[list[int], int, list[Planned]]:
+        tokens = [token for piece in pieces for token in piece.tokens]
+        padded = round_up(len(tokens))
+        batches = plan_batch(
+            self.sharding,
+            history=[piece.start for piece in pieces],
+            query=[len(piece.tokens) for piece in pieces],
+            block_table=[piece.table for piece in pieces],
+            blocks=self.shape.blocks,
+            tokens=padded,
+            requests=self.shape.requests,
+            table_width=self.shape.table_width,
+        )
+        return tokens, padded, batches
+
+    def _program(self, key: tuple[Any, ...], step: Callable[[], Step], filling: bool) -> Callable[..., Any]:
+        if key not in self.programs:
+            placement = self.prefill_placement if filling else self.placement
+            self.programs[key] = self.machine.compile(schedule(step(), placement, mode=self.mode))
+        return self.programs[key]
+
+    def _cache(self, layers: int) -> Any:
+        shape = self.shape
+        caches = empty_cache(
+            self.config.attention,
+            blocks=shape.blocks,
+            block_size=shape.block_size,
+            dtype=DTYPES[self.machine.dtype or shape.dtype],
+            layers=layers,
+        )
+        return self.machine.put(caches)
+
+    def _integers(self, values: Sequence[int], size: int) -> torch.Tensor:
+        padded = torch.tensor([*values, *[0] * (size - len(values))], dtype=torch.int64)
+        moved: torch.Tensor = self.machine.put(padded)
+        return moved
+
+    def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor] * self.shape.ranks
+
+
+def round_up(count: int) -> int:
+    """The next power of two, for sizes that a program is compiled for.
+
+    >>> [round_up(n) for n in (0, 1, 3, 64, 65)]
+    [1, 1, 4, 64, 128]
+    """
+    return 1 << max(count - 1, 0).bit_length()

@@ -1,0 +1,140 @@
+"""A DeepSeek model as pure functions on descriptors: decoder layer, stack, head, and the prediction module.
+
+`decoder_layer` is the whole of a layer; read it first.  `model_step` and
+`mtp_step` name the inputs, say their shapes, and give a step that any
+orchestration can schedule and any backend can run.  The same step prefills,
+continues a cached context and decodes: how many tokens of which request are
+new is said by the batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mla_fx.batch import Batch
+from mla_fx.decode import StepShape, batch_avals, cache_avals, mla_attention, step_title
+from mla_fx.effects import Aval, Step, Value, arguments
+from mla_fx.exchange import all_gather, all_reduce
+from mla_fx.feed_forward import mlp, moe
+from mla_fx.models.config import ModelConfig
+from mla_fx.models.parameters import ModelParams, MtpParams, model_avals, mtp_avals
+from mla_fx.parameters import Cache, LayerParams, MoeParams
+from mla_fx.projections import add, embedding, linear, rms_norm, rope_angles, take_rows
+
+
+def decoder_layer(
+    hidden: Value,
+    params: LayerParams[Value],
+    cache: Cache[Value],
+    angles: tuple[Value, Value],
+    batch: Batch[Value, Value],
+    *,
+    config: ModelConfig,
+    shape: StepShape,
+) -> tuple[Value, Cache[Value]]:
+    """Attention and feed-forward, each with a norm before and the residual around it: `hidden` [T, D] -> [T, D]."""
+    epsilon = config.attention.rms_norm_eps
+    x = rms_norm(hidden, params.input_layernorm, epsilon=epsilon, name="x")
+    out, cache = mla_attention(x, params.attention, cache, angles, batch, config=config.attention, shape=shape)
+    hidden = add(hidden, out, name="h")
+    x = rms_norm(hidden, params.post_attention_layernorm, epsilon=epsilon, name="x")
+    if isinstance(params.feed_forward, MoeParams):
+        assert config.moe is not None
+        part = moe(x, params.feed_forward, config=config.moe, ranks=shape.ranks)
+    else:
+        part = mlp(x, params.feed_forward)
+    return add(hidden, all_reduce(part), name="h"), cache
+
+
+def embed(tokens: Value, table: Value, *, config: ModelConfig, ranks: int) -> Value:
+    """`tokens` int64 [T] -> [T, D], summed over the ranks' rows of the vocabulary; -1 gives zeros."""
+    return all_reduce(embedding(tokens, table, vocabulary=config.vocab_size, ranks=ranks), name="embedded")
+
+
+def head(hidden: Value, weight: Value, *, config: ModelConfig, ranks: int) -> Value:
+    """Normed hidden states [O, D] -> logits [O, vocabulary], each rank giving its rows of the vocabulary."""
+    part = linear(hidden, weight, name="part")
+    return all_gather(part, features=config.vocab_size, ranks=ranks, name="logits")
+
+
+def model_step(config: ModelConfig, shape: StepShape, *, rows: int | None = None, hidden: bool = False) -> Step:
+    """The whole model: `(params, cache, tokens, batch) -> (logits, cache)`.
+
+    `params` is `ModelParams`, `cache` a list with an entry a layer, `tokens` int64 [T], logits [T, vocabulary].
+    With `rows`, an argument `rows` int64 [rows] follows and logits are of these tokens only.  With `hidden`, the
+    normed hidden states [T, D] of all tokens come between: `(logits, hidden, cache)`.
+    """
+    trees: dict[str, Any] = {
+        "params": model_avals(config, shape),
+        "cache": [cache_avals(config.attention, shape) for _ in range(config.num_hidden_layers)],
+        "tokens": Aval((shape.tokens,), "int64"),
+        "batch": batch_avals(shape),
+    }
+    if rows is not None:
+        trees["rows"] = Aval((rows,), "int64")
+    inputs = arguments(**trees)
+    params: ModelParams[Value] = inputs["params"]
+    batch: Batch[Value, Value] = inputs["batch"]
+    h = embed(inputs["tokens"], params.embed_tokens, config=config, ranks=shape.ranks)
+    angles = rope_angles(batch.positions, h, config=config.attention)
+    h, caches = decoder_stack(h, params.layers, inputs["cache"], angles, batch, config=config, shape=shape)
+    normed = rms_norm(h, params.norm, epsilon=config.attention.rms_norm_eps, name="normed")
+    last = normed if rows is None else take_rows(normed, inputs["rows"], name="last")
+    logits = head(last, params.lm_head, config=config, ranks=shape.ranks)
+    title = step_title(f"model_step {config.num_hidden_layers} layers", config.attention, shape)
+    return Step(title, inputs, (logits, normed, caches) if hidden else (logits, caches))
+
+
+def decoder_stack(
+    hidden: Value,
+    layers: Sequence[LayerParams[Value]],
+    caches: Sequence[Cache[Value]],
+    angles: tuple[Value, Value],
+    batch: Batch[Value, Value],
+    *,
+    config: ModelConfig,
+    shape: StepShape,
+) -> tuple[Value, list[Cache[Value]]]:
+    """Layer after layer: `hidden` [T, D] -> [T, D] and the next versions of all caches."""
+    written: list[Cache[Value]] = []
+    for params, cache in zip(layers, caches, strict=True):
+        hidden, cache = decoder_layer(hidden, params, cache, angles, batch, config=config, shape=shape)
+        written.append(cache)
+    return hidden, written
+
+
+def mtp_step(config: ModelConfig, shape: StepShape, *, given: int, rows: int) -> Step:
+    """Multi-token prediction: `(params, cache, tokens, hidden, sources, batch, rows) -> (logits, hidden, cache)`.
+
+    Row t of the batch stands at position p and takes the token of position p + 1, `tokens` int64 [T], and the hidden
+    state of position p, row `sources`[t] of `hidden` [given, D]; its logits are for position p + 2.
+
+        x[t] = eh_proj . (rms_norm(embedding(tokens[t]), enorm) ++ rms_norm(hidden[sources[t]], hnorm))
+
+    goes through one decoder layer with a cache of its own.  `hidden` is what `model_step` returns, after the final
+    norm; the hidden states returned, before the norm of the head, feed the next prediction.  `rows` as in `model_step`.
+    Position 0 has the embedding zero (token -1), as in vLLM.  Source: DeepSeek-V3, section 2.2.
+    """
+    c, ranks = config.attention, shape.ranks
+    inputs = arguments(
+        params=mtp_avals(config, shape),
+        cache=cache_avals(c, shape),
+        tokens=Aval((shape.tokens,), "int64"),
+        hidden=Aval((given, c.hidden_size), shape.dtype),
+        sources=Aval((shape.tokens,), "int64"),
+        batch=batch_avals(shape),
+        rows=Aval((rows,), "int64"),
+    )
+    params: MtpParams[Value] = inputs["params"]
+    batch: Batch[Value, Value] = inputs["batch"]
+    embedded = embed(inputs["tokens"], params.embed_tokens, config=config, ranks=ranks)
+    embedded = rms_norm(embedded, params.enorm, epsilon=c.rms_norm_eps, name="e")
+    before = take_rows(inputs["hidden"], inputs["sources"], name="before")
+    before = rms_norm(before, params.hnorm, epsilon=c.rms_norm_eps, name="h")
+    # One product over the concatenation is the sum of a product over each half.
+    halves = [linear(x, weight, name="half") for x, weight in zip((embedded, before), params.eh_proj, strict=True)]
+    h = all_gather(add(*halves, name="part"), features=c.hidden_size, ranks=ranks, name="x")
+    angles = rope_angles(batch.positions, h, config=c)
+    h, cache = decoder_layer(h, params.layer, inputs["cache"], angles, batch, config=config, shape=shape)
+    normed = rms_norm(take_rows(h, inputs["rows"], name="last"), params.norm, epsilon=c.rms_norm_eps, name="normed")
+    logits = head(normed, params.lm_head, config=config, ranks=ranks)
+    return Step(step_title("mtp_step", c, shape), inputs, (logits, h, cache))

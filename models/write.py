@@ -1,0 +1,71 @@
+"""Checkpoints with seeded weights, in the format that DeepSeek publishes."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from mla_fx.effects import InputError
+from mla_fx.models.config import ModelConfig
+from mla_fx.models.quantize import quantize_fp8
+from mla_fx.models.tensors import expected, prediction, prediction_layers
+
+
+def write_checkpoint(
+    directory: str | Path,
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a checkpoint with seeded weights in `dtype`: every tensor of the format, in `shards` files.
+
+    Projections have variance 1 / inputs, so that features keep the size of about 1; norms are near 1.  With
+    `config.fp8` the layers' projections are FP8 with their factors beside them.
+    Raises `InputError` when the directory holds a checkpoint already, and for `shards` that would be empty.
+    """
+    directory = Path(directory)
+    shapes = expected(config)
+    for layer in prediction_layers(config):
+        shapes |= prediction(config, layer)
+    if not 1 <= shards <= len(shapes):
+        raise InputError(f"shards: must be in 1..{len(shapes)}, the number of tensors: got {shards}")
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+        if (directory / name).exists():
+            raise InputError(f"directory: must not hold a checkpoint already: got {directory / name}")
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        weight = _weight(name, shape, generator)
+        if config.fp8 and name.endswith("_proj.weight") and "eh_proj" not in name:
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(weight)
+        else:
+            tensors[name] = weight if name.endswith("bias") else weight.to(dtype)
+    (directory / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
+    for k in range(shards):
+        file = f"model-{k + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[k::shards]}
+        save_file(part, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        return 1 + 0.1 * noise
+    if name.endswith("bias"):
+        return 0.1 * noise
+    if "embed_tokens" in name:
+        return noise
+    return noise / math.sqrt(shape[-1])

@@ -1,0 +1,109 @@
+"""`mla-fx generate` as a user meets it: text as it comes, figures at the end, errors, and Ctrl-C."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mla_fx.models.addition import DIRECTORY, problems
+from tests.test_cli import run
+from tests.test_imports import ROOT
+
+PROMPTS = ("347 + 25 =", "9 + 4 =", "612 + 303 =")
+ANSWERS = ("372", "13", "915")
+
+
+def texts(out: str) -> list[tuple[str, str]]:
+    lines = out.splitlines()
+    assert all(line.startswith("> ") for line in lines[::2])
+    return [(prompt.removeprefix("> "), text) for prompt, text in zip(lines[::2], lines[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--ranks", "8", "--orchestration", "exchange-aside", "--mode", "conservative"),
+        ("--requests", "1", "--block-size", "4", "--interleave", "4", "--dtype", "fp16"),
+        ("--drafts", "2", "--chunk", "4", "--dtype", "fp32"),
+        ("--quantization", "w8a8", "--drafts", "1", "--ranks", "4"),
+        ("--adversary", "5", "--backend", "cpu"),
+        ("--backend", "reference", "--ranks", "1", "--replicate-query"),
+        ("--blocks", "4", "--block-size", "4", "--ranks", "1", "--requests", "3", "--max-new-tokens", "5"),
+    ],
+    ids=" ".join,
+)
+def test_several_prompts_however_they_are_run(capsys, options):
+    asked = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
+    status, out, err = run(capsys, "generate", *asked, *options)
+    assert status == 0, err
+    assert texts(out) == list(zip(PROMPTS, ANSWERS, strict=True))
+    figures = r"(\d+) tokens in [\d.]+ s: [\d.]+ tokens per second, time to first token [\d.]+ s \(median of 3\)"
+    found = re.search(figures, err)
+    assert found and int(found[1]) == sum(len(answer) + 1 for answer in ANSWERS)  # and an end each
+    assert ("drafts accepted" in err) == ("--drafts" in options)
+
+
+def test_without_a_prompt_the_built_in_model_solves_problems(capsys):
+    status, out, _ = run(capsys, "generate", "--seed", "3")
+    assert status == 0 and texts(out) == problems(3, seed=3)
+
+
+def test_limit_end_and_temperature(capsys):
+    _, out, err = run(capsys, "generate", "--prompt", PROMPTS[0], "--max-new-tokens", "2")
+    assert texts(out) == [(PROMPTS[0], "37")] and err.startswith("2 tokens in ")
+    _, _, err = run(capsys, "generate", "--prompt", PROMPTS[0], "--ignore-end", "--max-new-tokens", "9")
+    assert err.startswith("9 tokens in ")
+    hot = [run(capsys, "generate", "--prompt", PROMPTS[0], "--temperature", "9", "--seed", seed)[1] for seed in "1123"]
+    assert hot[0] == hot[1] and len(set(hot)) > 1
+
+
+def test_text_comes_as_it_is_generated():
+    """The first characters are there long before the last."""
+    code = (
+        "import sys; from mla_fx.cli import main; "
+        "raise SystemExit(main(['generate', '--ignore-end', '--max-new-tokens', '900']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.readline()
+        assert first.startswith("> ") and process.stdout.read(3) and process.poll() is None
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err and err.endswith("mla-fx generate: stopped\n")
+    assert re.search(r"\d+ tokens in [\d.]+ s", err)  # what there is to report is reported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", str(DIRECTORY)), "--prompt: must be given with --model: got none"),
+        (("--model", "nowhere", "--prompt", "1"), "nowhere/config.json: must be a readable file"),
+        (("--ranks", "3"), "ranks: must divide num_attention_heads, 8: got 3"),
+        (("--temperature", "-1"), "temperature: must be a number of at least 0: got -1.0"),
+        (("--temperature", "1", "--drafts", "1"), "temperature: must be 0 with drafts, which are verified greedily"),
+        (("--blocks", "1", "--block-size", "2"), "need 10 blocks of 4, and a request can have 1"),
+        (("--max-new-tokens", "1020"), "max_new_tokens: with the prompt must be at most max_position_embeddings, 1024"),
+        (("--chunk", "1"), "chunk: must be an integer of at least the requests of a step, 2: got 1"),
+        (("--prompt", "1", "--interleave", "3"), "interleave: must divide block_size, 16: got 3"),
+    ],
+)
+def test_errors_name_the_field(capsys, arguments, message):
+    status, out, err = run(capsys, "generate", *arguments)
+    assert status == 2 and not out
+    assert err.startswith("mla-fx generate: ") and message in err and "Traceback" not in err
+
+
+def test_a_directory_without_a_tokenizer(capsys, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        os.link(DIRECTORY / name, tmp_path / name)
+    status, _, err = run(capsys, "generate", "--model", str(tmp_path), "--prompt", "1")
+    assert status == 2 and "tokenizer.json: must be a readable file: got nothing" in err
