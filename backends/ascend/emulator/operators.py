@@ -55,6 +55,7 @@ OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
         **_family("Mul", torch.mul),
         **_family("Div", torch.div),
         **_family("FloorDivide", torch.floor_divide),
+        "aclnnNeg": Operator("T O", lambda a, out: out.copy_(-a)),
         "aclnnExp": Operator("T O", lambda a, out: out.copy_(a.exp())),
         "aclnnEqScalar": Operator("T S O", lambda a, b, out: out.copy_(a == b)),
         "aclnnLtScalar": Operator("T S O", lambda a, b, out: out.copy_(a < b)),

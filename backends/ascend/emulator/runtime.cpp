@@ -15,6 +15,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
@@ -28,16 +29,17 @@ struct Entry {
   int64_t kind, stream, subject, bytes;  // subject: executor of an operator, identity of an event
 };
 
+using Mark = std::shared_ptr<bool>;  // set when the device has come past a record
+
 struct Event {
-  uint64_t recorded = 0, completed = 0;  // a wait is for the record that was the last one when it was enqueued
+  Mark last;  // of its last record; a wait is for the one that was the last when the wait was enqueued
 };
 
 struct Task {
   Entry entry;
   std::function<bool()> run;  // false: a fault on the device
   bool traced = true;
-  Event* wait = nullptr;
-  uint64_t ticket = 0;
+  Mark wait;  // empty: for nothing
 };
 
 struct Stream {
@@ -74,7 +76,7 @@ double fraction() { return std::uniform_real_distribution<double>(0, 1)(m.draw);
 bool runnable(const Stream* stream) {
   if (stream->queue.empty()) return false;
   const Task& task = stream->queue.front();
-  return !task.wait || task.wait->completed >= task.ticket;
+  return !task.wait || *task.wait;
 }
 
 Stream* choose(const std::vector<Stream*>& ready) {
@@ -354,8 +356,8 @@ aclError aclrtDestroyEvent(aclrtEvent) { return 0; }  // kept: tasks that wait f
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
   auto* event = static_cast<Event*>(handle);
   std::lock_guard<std::recursive_mutex> guard(m.queues);
-  uint64_t ticket = ++event->recorded;
-  auto passed = [=] { event->completed = ticket; return true; };
+  Mark mark = event->last = std::make_shared<bool>(false);
+  auto passed = [=] { return *mark = true; };
   enqueue(stream, {{RECORD, 0, reinterpret_cast<int64_t>(handle), 0}, passed});
   return 0;
 }
@@ -365,7 +367,7 @@ aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return 0; }
 aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
   std::lock_guard<std::recursive_mutex> guard(m.queues);
   auto* event = static_cast<Event*>(handle);
-  bool passed = event->completed >= event->recorded;
+  bool passed = !event->last || *event->last;
   *status = passed ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return 0;
 }
@@ -373,14 +375,13 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* stat
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
   std::lock_guard<std::recursive_mutex> guard(m.queues);
   auto* event = static_cast<Event*>(handle);
-  enqueue(stream, {{WAIT, 0, reinterpret_cast<int64_t>(handle), 0}, nullptr, true, event, event->recorded});
+  enqueue(stream, {{WAIT, 0, reinterpret_cast<int64_t>(handle), 0}, nullptr, true, event->last});
   return 0;
 }
 
 aclError aclrtSynchronizeEvent(aclrtEvent handle) {
-  auto* event = static_cast<Event*>(handle);
-  uint64_t ticket = event->recorded;
-  return drive([=] { return event->completed >= ticket; }) ? 0 : kFault;
+  Mark mark = static_cast<Event*>(handle)->last;
+  return !mark || drive([=] { return *mark; }) ? 0 : kFault;
 }
 
 aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent, aclrtEvent) { *milliseconds = 0; return 0; }

@@ -107,6 +107,40 @@ def test_outputs_are_read_on_the_stream_of_the_caller():
     assert torch.equal(again[0].cpu(), expected[0])
 
 
+def test_inputs_may_still_be_in_the_making(emulator):
+    """On the stream of the caller, late, while the call is issued."""
+    given = setup("fp32")
+    run = ascend(2).compile(schedule(given.step, orchestrations.attention_aside))
+    params, caches, hidden, batches = ascend(2).put(given.arguments(), copy=True)
+    expected = leaves(ascend(2), schedule(given.step, orchestrations.serial), given)
+    for seed in range(12):
+        emulator.seed(seed)
+        fresh = [type(cache)(*(part.clone() for part in cache)) for cache in caches]
+        out, _ = run(params, fresh, [x + 0 for x in hidden], batches)
+        assert torch.equal(out[0].cpu(), expected[0]), f"seed {seed}"
+
+
+def test_an_output_may_be_let_go_while_it_is_read(emulator):
+    """A next step, called from another stream, must not take its memory before the reader is through."""
+    given = setup("fp32")
+    run = ascend(2).compile(schedule(given.step, orchestrations.serial))
+    params, caches, hidden, batches = ascend(2).put(given.arguments(), copy=True)
+    expected = leaves(ascend(2), schedule(given.step, orchestrations.serial), given)
+    readers = torch.npu.Stream(), torch.npu.Stream()
+    for seed in range(24):
+        emulator.seed(seed)
+        fresh = [type(cache)(*(part.clone() for part in cache)) for cache in caches]
+        torch.npu.synchronize()
+        with torch.npu.stream(readers[0]):
+            out, _ = run(params, fresh, hidden, batches)
+            read = out[0] + 0
+            del out
+        with torch.npu.stream(readers[1]):
+            run(params, fresh, [-x for x in hidden], batches)
+        torch.npu.synchronize()
+        assert torch.equal(read.cpu(), expected[0]), f"seed {seed}"
+
+
 def test_illegal_programs_are_refused():
     program = schedule(setup("fp32").step, orchestrations.attention_aside)
     at = next(k for k, effect in enumerate(program.effects) if isinstance(effect, Wait))

@@ -106,6 +106,27 @@ def test_events_say_what_has_run():
     assert x.cpu().tolist() == [2.0] * 4
 
 
+def test_a_wait_is_for_the_record_before_it(emulator):
+    """An event that is recorded anew, on another stream, while the first record has not been reached."""
+    first, second, waiting = (torch.npu.Stream() for _ in range(3))
+    event = torch.npu.Event()
+    for seed in range(16):
+        emulator.seed(seed)
+        x, y = torch.zeros(4, device="npu"), torch.zeros(4, device="npu")
+        torch.npu.synchronize()
+        with torch.npu.stream(first):
+            x.fill_(1.0)
+            event.record()
+        waiting.wait_event(event)
+        with torch.npu.stream(second):
+            y.fill_(1.0)
+            event.record()
+        with torch.npu.stream(waiting):
+            seen = x + 0.0
+        torch.npu.synchronize()
+        assert seen.cpu().tolist() == [1.0] * 4, f"seed {seed}"
+
+
 def test_trace_names_streams_events_bytes_and_casts(emulator):
     side, event = torch.npu.Stream(), torch.npu.Event()
     host = torch.arange(6, dtype=torch.int64)
