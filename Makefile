@@ -1,4 +1,4 @@
-# Everything happens in .venv, which is made on first use; only pip's downloads leave this folder.
+# Everything happens in .venv, which is made on first use; only pip's downloads and the compiled emulator leave this folder.
 # A stamp in .venv says what is installed; it is made again when pyproject.toml is newer.
 PYTHON ?= python3
 ARGS ?=

@@ -60,6 +60,7 @@ struct Machine {
   std::vector<Entry> trace;
   bool tracing = false;
   std::map<const char*, size_t> pinned, device;
+  std::vector<void*> given_back;
   std::string message = "emulated CANN";
   bool faulted = false;
   int32_t current = 0;
@@ -154,7 +155,11 @@ void release(std::map<const char*, size_t>& where, void* memory) {
   if (found == where.end()) return;
   memset(memory, 0xff, found->second);
   where.erase(found);
-  free(memory);
+  m.given_back.push_back(memory);  // tasks that are queued may still read it, too late, and shall see NaN
+  if (all_idle()) {
+    for (void* nobodys : m.given_back) free(nobodys);
+    m.given_back.clear();
+  }
 }
 
 bool inside(const std::map<const char*, size_t>& where, const void* memory) {

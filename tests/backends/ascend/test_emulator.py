@@ -1,5 +1,6 @@
 """The emulated device below the real wheel: lateness, order, memory, faults, traces."""
 
+import ctypes
 import subprocess
 import sys
 
@@ -59,6 +60,21 @@ def test_memory_is_nan_until_written_and_again_when_given_back(emulator, dtype):
     torch.zeros(1000, dtype=dtype, device="npu").cpu()
     emulator.seed(1)  # what the allocator held goes back to the device
     assert torch.empty(1000, dtype=dtype, device="npu").cpu().isnan().all()
+
+
+def test_memory_that_is_given_back_too_early_is_read_as_nan(emulator):
+    """Below the wheel, whose allocator waits for the device before it gives memory back."""
+    runtime, kept, freed = emulator._runtime, ctypes.c_void_p(), ctypes.c_void_p()
+    for memory in (kept, freed):
+        assert runtime.aclrtMalloc(ctypes.byref(memory), ctypes.c_size_t(64), 0) == 0
+    ones = (ctypes.c_float * 16)(*[1.0] * 16)
+    size, on_device = ctypes.c_size_t(64), 3
+    assert runtime.aclrtMemcpy(freed, size, ones, size, on_device) == 0
+    assert runtime.aclrtMemcpyAsync(kept, size, freed, size, on_device, None) == 0
+    assert runtime.aclrtFree(freed) == 0
+    assert runtime.aclrtSynchronizeStream(None) == 0
+    assert all(value != value for value in (ctypes.c_float * 16).from_address(kept.value))
+    assert runtime.aclrtFree(kept) == 0
 
 
 def test_integers_are_garbage_until_written():
