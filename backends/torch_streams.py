@@ -32,7 +32,7 @@ launch on s (a drop, a write of a state) is behind them all.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from attrs import define, field, frozen
@@ -140,7 +140,7 @@ class _Writer:
 
     program: Program
     backend: Backend
-    type: str
+    kind: str
     device: Any
     scope: dict[str, Any] = field(factory=dict)
     names: dict[str, str] = field(factory=dict)
@@ -189,14 +189,14 @@ class _Writer:
 
     def checks(self) -> list[str]:
         """Refuse what is on another device, before anything is issued."""
-        self.scope |= {"elsewhere": _elsewhere, "arrive": partial(arrive, device=self.type)}
+        self.scope |= {"elsewhere": _elsewhere, "arrive": partial(arrive, device=self.kind)}
         self.scope |= {name: getattr(self.device, name) for name in ("current_stream", "set_stream", "synchronize")}
         lines = []
         for number, put in enumerate(self.program.inputs):
             if put.aval.dtype != "host" and DTYPES[put.aval.dtype] not in ON_HOST:
                 self.scope[f"i{number}"] = put
                 for rank in self.ranks:
-                    leaf, wanted = f"x{number}_{rank}", repr(self.type)
+                    leaf, wanted = f"x{number}_{rank}", repr(self.kind)
                     lines.append(f"if {leaf}.device.type != {wanted}: elsewhere(i{number}, {rank}, {leaf}, {wanted})")
         return lines
 
@@ -239,6 +239,8 @@ class _Writer:
                     self.say(f"{value}.record_stream({self.stream(rank, effect.stream)})")
                 case Drop():
                     self.say(f"del {self.names[effect.value]}_{rank}")
+                case _:
+                    assert_never(effect)
         return None
 
     def launch(self, launch: Launch) -> None:

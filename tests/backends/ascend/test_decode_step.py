@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends import MissingRuleError
 from mla_fx.effects import InputError, LawError, Wait, schedule
 from tests.backends.ascend.steps import ascend, body, equal, leaves, setup
 from tests.setups import Setup
@@ -54,9 +55,17 @@ def test_replicated_query(dtype):
     verify(setup(dtype, ranks=4, replicate_query=True), "attention-aside")
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_stack_of_layers(layers):
-    verify(setup("fp32", layers=layers), "attention-aside")
+def test_whole_model_of_dense_layers(dtype, layers):
+    """From tokens to logits."""
+    verify(setup(dtype, layers=layers), "attention-aside")
+
+
+def test_experts_have_no_rules_yet():
+    experts = Setup(layers=2)
+    with pytest.raises(MissingRuleError, match="backend ascend has no rule for gating_top_k"):
+        ascend(2).compile(schedule(experts.step, orchestrations.serial))
 
 
 @pytest.mark.parametrize("orchestration", ["exchange-aside", "attention-aside"])

@@ -134,9 +134,9 @@ def test_gate_logits_are_float32(rng, dtype, tokens):
 
 @each_dtype
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("tokens", [[0, 9, 4, 7, -1, 3, 8, 4], []], ids=["some", "none"])
+@pytest.mark.parametrize("tokens", [[0, 9, 4, 7, -1, 3, 8, 4, 10, 11], []], ids=["some", "none"])
 def test_embedding(rng, dtype, rank, tokens):
-    """Ten words over three ranks of four: the last rank's table is padded."""
+    """Ten words over three ranks of four: the last rank's table is padded, and no padding is given out."""
     table = random(rng, 4, 5, dtype=dtype)
     verify(ops.Embedding(vocabulary=10, ranks=3), torch.tensor(tokens, dtype=torch.int64), table, rank=rank)
 
