@@ -14,7 +14,7 @@ from mla_fx.sharding import Sharding
 
 
 class OutOfBlocksError(InputError):
-    """More blocks are asked for than are free.  Nobody has lost any."""
+    """More blocks are asked for than are free, or than there are.  Nobody has lost any."""
 
 
 @define

@@ -4,10 +4,12 @@ Opening reads `config.json` and the headers of the safetensors files, and
 compares every name, shape and dtype with what the configuration asks for; no
 weight is read.  `mla_fx.models.load` then makes parameters of it, one tensor
 at a time.  Files are memory-mapped: of a slice only its own pages are read.
+What is converted is converted in pieces, so that nothing as large as a tensor
+is made on the way.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,18 +19,55 @@ from safetensors import SafetensorError, safe_open
 from mla_fx.effects import InputError
 from mla_fx.models.config import ModelConfig, load_config
 from mla_fx.models.quantize import dequantize_fp8, scale_shape
-from mla_fx.models.tensors import Shapes, expected, optional, prediction, prediction_layers
+from mla_fx.models.tensors import Shapes, expected, is_projection, optional, prediction, prediction_layers
 
 #: Dtypes of weights, as safetensors names them.
 DTYPES = ("BF16", "F16", "F32", "F64")
 #: FP8 weights have a tensor of factors beside them.
 FP8, FACTORS = "F8_E4M3", "_scale_inv"
+#: Elements that are converted at once.
+PIECE = 1 << 17
+#: Bytes from which on a tensor stays in the mapped file; a mapping keeps what lies around it in memory too.
+MAPPED = 1 << 22
 #: How many names of a kind an error lists.
 LISTED = 5
 
 
 class CheckpointError(InputError):
     """A checkpoint that does not hold what its configuration says."""
+
+
+@frozen
+class Stored:
+    """A tensor or a part of it as it lies in the mapped file; of FP8 with the factors of the whole tensor."""
+
+    tensor: torch.Tensor
+    scale: torch.Tensor | None
+    #: The first row and column within the whole tensor.
+    row: int
+    column: int
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some rows after the other in `dtype`, and which rows they are; FP8 blocks are multiplied out."""
+        rows = self.tensor.shape[0]
+        step = max(1, PIECE * rows // max(1, self.tensor.numel()))
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            if self.scale is None:
+                yield part, self.tensor[part].to(dtype)
+            else:
+                place = {"row": self.row + start, "column": self.column}
+                yield part, dequantize_fp8(self.tensor[part], self.scale, dtype=dtype, **place)
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it in `dtype`, contiguous; what is large and needs no change stays in the mapped file."""
+        tensor = self.tensor
+        if self.scale is None and tensor.dtype == dtype and tensor.is_contiguous() and tensor.nbytes >= MAPPED:
+            return tensor
+        out = torch.empty(tensor.shape, dtype=dtype)
+        for part, piece in self.pieces(dtype):
+            out[part] = piece
+        return out
 
 
 @frozen
@@ -53,8 +92,8 @@ class Checkpoint:
                     both = f"{files[name].name} and {path.name}"
                     raise CheckpointError(f"{directory}: {name} must be in one file: got {both}")
                 found[name], dtypes[name], files[name] = shape, dtype, path
-        _verify(directory, config, found, dtypes)
-        return cls(directory, config, files)
+        known = _verify(directory, config, found, dtypes)
+        return cls(directory, config, {name: path for name, path in files.items() if name in known})
 
     @property
     def has_prediction(self) -> bool:
@@ -66,19 +105,22 @@ class Checkpoint:
     ) -> torch.Tensor:
         """A tensor or a part of it in `dtype`, contiguous; FP8 blocks are multiplied out.
 
-        Stays in the mapped file where nothing has to be converted.
+        Stays in the mapped file where it is large and nothing has to be converted.
         """
+        return self.stored(name, rows=rows, columns=columns).read(dtype)
+
+    def stored(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Stored:
+        """A tensor or a part of it, to be read in pieces; slices without a step, and counted from the front."""
         with safe_open(self.files[name], "pt") as file:
             if rows is None and columns is None:
                 tensor: torch.Tensor = file.get_tensor(name)
             else:
                 tensor = file.get_slice(name)[rows or slice(None), columns or slice(None)]
+        row, column = (part.start or 0 if part else 0 for part in (rows, columns))
         if name + FACTORS not in self.files:
-            return tensor.to(dtype).contiguous()
+            return Stored(tensor, None, row, column)
         with safe_open(self.files[name + FACTORS], "pt") as file:
-            scale = file.get_tensor(name + FACTORS)
-        first = [part.start or 0 if part else 0 for part in (rows, columns)]
-        return dequantize_fp8(tensor, scale, dtype=dtype, row=first[0], column=first[1])
+            return Stored(tensor, file.get_tensor(name + FACTORS), row, column)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -111,15 +153,17 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise CheckpointError(f"{path}: must be a safetensors file: {error}") from None
 
 
-def _verify(directory: Path, config: ModelConfig, found: Shapes, dtypes: Mapping[str, str]) -> None:
-    """Tell everything that is wrong at once; raises `CheckpointError`."""
+def _verify(directory: Path, config: ModelConfig, found: Shapes, dtypes: Mapping[str, str]) -> Shapes:
+    """Every tensor that may be read; tells everything that is wrong at once, raises `CheckpointError`."""
     wanted, may_be = expected(config), optional(config)
     for layer in prediction_layers(config):
         if any(name.startswith(f"model.layers.{layer}.") for name in found):
             wanted |= prediction(config, layer)
     known = wanted | may_be
     scales = {
-        name + FACTORS: scale_shape(shape) for name, shape in known.items() if dtypes.get(name) == FP8 and config.fp8
+        name + FACTORS: scale_shape(shape)
+        for name, shape in known.items()
+        if config.fp8 and is_projection(name) and dtypes.get(name) == FP8
     }
     known |= scales
     kinds = (
@@ -139,14 +183,15 @@ def _verify(directory: Path, config: ModelConfig, found: Shapes, dtypes: Mapping
     lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names]
     if lines:
         raise CheckpointError(f"{directory}: tensors must be those of config.json\n  " + "\n  ".join(lines))
+    return known
 
 
 def _ill_typed(config: ModelConfig, known: Shapes, dtypes: Mapping[str, str]) -> list[str]:
     """Tensors of a dtype that is not read; FP8 only for projections, and only where the configuration says so."""
     wrong = []
-    for name, shape in known.items():
+    for name in known:
         allowed: tuple[str, ...] = ("F32",) if name.endswith(FACTORS) else DTYPES
-        if config.fp8 and name.endswith("_proj.weight") and len(shape) == 2:
+        if config.fp8 and is_projection(name):
             allowed = (*DTYPES, FP8)
         if dtypes.get(name, allowed[0]) not in allowed:
             hint = "" if dtypes[name] != FP8 or config.fp8 else ", and config.json has no quantization_config"

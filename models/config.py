@@ -9,16 +9,19 @@ an error: it may mean another model.
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from attrs import asdict, evolve, field, frozen
+from attrs import asdict, evolve, field, fields_dict, frozen
 
 from mla_fx.config import MlaConfig, MoeConfig, Yarn
 from mla_fx.effects import InputError
 
 MODEL_TYPES: Final = ("deepseek_v2", "deepseek_v3")
+#: The largest float64; an integer of a file may be larger.
+MAX_FLOAT: Final = sys.float_info.max
 #: Side of the square blocks that FP8 weights have a scale for.
 FP8_BLOCK: Final = 128
 #: Fields of published files that do not change what the model computes.
@@ -69,7 +72,9 @@ class ModelConfig:
         rope: dict[str, Any] = {"rope_theta": self.attention.rope_theta, "rope_type": "default"}
         if self.attention.yarn:
             rope |= {"rope_type": "yarn", **asdict(self.attention.yarn, filter=lambda _, value: value is not None)}
-        own["eos_token_id"] = list(self.eos_token_id)
+        own["eos_token_id"] = list(self.eos_token_id) or None
+        own = {name: value for name, value in own.items() if value is not None}
+        own["num_key_value_heads"] = self.attention.num_attention_heads
         if self.fp8:
             own["quantization_config"] = {
                 "quant_method": "fp8",
@@ -176,15 +181,13 @@ def parse_config(given: Any) -> ModelConfig:
         eos_token_id=_end(read, given),
         fp8=_fp8(given),
     )
-    unknown = sorted(set(given) - set(config.to_json()) - set(CHECKED) - _MOE_FIELDS - IGNORED)
+    unknown = sorted(set(given) - READ - IGNORED)
     if unknown:
         raise InputError(f"{', '.join(unknown)}: not fields of DeepSeek-V2 or V3: got {given[unknown[0]]!r}")
-    known = {*config.to_json(), *CHECKED, *_MOE_FIELDS}
-    return evolve(config, rest={name: value for name, value in given.items() if name not in known})
+    return evolve(config, rest={name: value for name, value in given.items() if name not in READ})
 
 
-_MOE_FIELDS: Final = frozenset(MoeConfig.__annotations__)
-#: Fields that are read, or may have one value only, and are not written again by `to_json`.
+#: Fields that may have one value only, or that stand for others; `to_json` need not write them again.
 CHECKED: Final[Mapping[str, Any]] = {
     "attention_bias": False,
     "rope_interleave": True,
@@ -195,12 +198,19 @@ CHECKED: Final[Mapping[str, Any]] = {
     "num_key_value_heads": None,
     "quantization_config": None,
 }
+#: Every field that is read.
+READ: Final = frozenset(
+    {*(name for kind in (ModelConfig, MlaConfig, MoeConfig) for name in fields_dict(kind)), "rope_parameters", *CHECKED}
+    - {"attention", "moe", "fp8", "rest", "yarn", "latent_norm_eps"}
+)
+#: Fields of `rope_parameters` or `rope_scaling`.
+ROPE: Final = frozenset({*fields_dict(Yarn), "rope_theta", "rope_type", "type", "partial_rotary_factor", "truncate"})
 
 
 def _unsupported(given: Mapping[str, Any]) -> None:
     """Fields that would change the numbers in a way that is not implemented."""
     for name, only in CHECKED.items():
-        if only is not None and given.get(name, only) != only:
+        if only is not None and given.get(name) not in (None, only):
             raise InputError(f"{name}: only {only!r} is supported: got {given[name]!r}")
 
 
@@ -240,17 +250,19 @@ def _moe(read: "Reader", model_type: str) -> MoeConfig:
     if normalise and not v3:
         # The published V2 code then leaves the scaling factor out, transformers scales and does not normalise.
         raise InputError("norm_topk_prob: only false is supported in deepseek_v2: got True")
+    # Only a greedy choice has no groups; in V3 there is no value that all readers take for a missing one.
+    grouped = {"default": 1} if method == "greedy" else {}
     return MoeConfig(
         n_routed_experts=read.count("n_routed_experts"),
         num_experts_per_tok=read.count("num_experts_per_tok"),
         moe_intermediate_size=read.count("moe_intermediate_size"),
         n_shared_experts=read.count("n_shared_experts", default=0, least=0),
-        n_group=read.count("n_group", default=1),
-        topk_group=read.count("topk_group", default=1),
+        n_group=read.count("n_group", **grouped),
+        topk_group=read.count("topk_group", **grouped),
         topk_method=method,
         scoring_func=scoring,
         norm_topk_prob=normalise,
-        routed_scaling_factor=read.number("routed_scaling_factor", default=1.0),
+        routed_scaling_factor=read.number("routed_scaling_factor", **({} if v3 else {"default": 1.0})),
     )
 
 
@@ -282,11 +294,19 @@ def _rope(given: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     scaling = new or old or {}
     if not isinstance(scaling, dict):
         raise InputError(f"{name}: must be an object: got {scaling!r}")
-    theta = Reader({**given, **scaling}).number("rope_theta", default=10000.0)
+    if unknown := sorted(set(scaling) - ROPE):
+        raise InputError(f"{name}.{unknown[0]}: not a field of 'default' or 'yarn': got {scaling[unknown[0]]!r}")
+    theta = Reader(given).number("rope_theta", default=None)
+    inner = Reader(scaling, prefix=f"{name}.").number("rope_theta", default=theta)
+    if theta not in (None, inner):
+        raise InputError(f"rope_theta: must be {name}.rope_theta, {inner}, where both are given: got {theta}")
+    theta = 10000.0 if inner is None else inner
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         got = scaling["partial_rotary_factor"]
         raise InputError(f"{name}.partial_rotary_factor: only 1.0 is supported: got {got!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if scaling.get("type", kind) != kind:
+        raise InputError(f"{name}.type: must be rope_type, {kind!r}, where both are given: got {scaling['type']!r}")
     if kind == "default":
         return theta, None
     if kind != "yarn":
@@ -326,12 +346,14 @@ class Reader:
             raise InputError(f"{self.prefix}{name}: must be an integer of at least {least}: got {value!r}")
         return value
 
-    def number(self, name: str, *, default: Any = _REQUIRED, least: float = -math.inf) -> float:
-        """A finite number of at least `least`."""
+    def number(self, name: str, *, default: Any = _REQUIRED, least: float = -math.inf) -> Any:
+        """A finite number of at least `least`, as a float."""
         value = self.present(name, default)
+        if value is default:
+            return value
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise InputError(f"{self.prefix}{name}: must be a number: got {value!r}")
-        if not math.isfinite(value) or value < least:
+        if not least <= value <= MAX_FLOAT or value == -math.inf:
             kind = "a finite number" if least == -math.inf else f"a finite number of at least {least:g}"
             raise InputError(f"{self.prefix}{name}: must be {kind}: got {value!r}")
         return float(value)

@@ -3,9 +3,10 @@
 A step gives each running request its next tokens to process: one that decodes
 its last token and the drafts behind it, one whose prompt is not filled in yet
 a chunk of it, as far as the step's budget reaches.  Decoding goes first, then
-prompts in the order of arrival, so a long prompt delays nobody by more than a
-step.  When blocks run out, the request that came last gives its blocks back and
-starts over later from the tokens it has; nothing it said is lost.
+prompts in the order of arrival, so a long prompt delays no text by more than a
+step; drafts leave room for them, so they delay no prompt for ever.  When blocks
+run out, the request that came last gives its blocks back and starts over later
+from the tokens it has; nothing it said is lost, and the oldest always goes on.
 
 Drafts are verified, not trusted: token g[i] is what the model itself says
 behind draft i, and drafts are accepted up to the first that is not g.  What is
@@ -17,6 +18,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +31,11 @@ from mla_fx.models.runner import Piece, Runner
 
 @define(eq=False)
 class Request:
-    """A prompt and what has been generated behind it; `cached` of its tokens are in the caches."""
+    """A prompt and what has been generated behind it; `cached` of its tokens are in the caches.
+
+    `drafts` go into its next step; `drafted` counts those that were verified, `accepted` those that became its tokens.
+    `arrived` and `first_token` are times of `time.perf_counter`.
+    """
 
     number: int
     prompt: tuple[int, ...]
@@ -54,7 +60,12 @@ class Request:
     @property
     def left(self) -> int:
         """How many tokens may still be generated."""
-        return self.max_new_tokens - len(self.new_tokens)
+        return len(self.prompt) + self.max_new_tokens - len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """How many of its tokens are not in the caches; always at least one, for the last one says the next."""
+        return len(self.tokens) - self.cached
 
 
 @frozen
@@ -95,6 +106,19 @@ class Output:
     finished: bool
 
 
+def _prompt(given: Iterable[int], vocabulary: int) -> tuple[int, ...]:
+    try:
+        tokens = tuple(index(token) for token in given)
+    except TypeError:
+        raise InputError(f"prompt: each token must be an integer: got {given!r}") from None
+    if not tokens:
+        raise InputError("prompt: must have at least one token: got none")
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise InputError(f"prompt: each token must be in 0..{vocabulary - 1}: got {token}")
+    return tokens
+
+
 def _tokens(end: Iterable[int]) -> frozenset[int]:
     return frozenset(end)
 
@@ -104,6 +128,7 @@ class Engine:
     """Serves requests on a runner, at most `runner.shape.requests` at a time and `chunk` tokens a step.
 
     Sampling is greedy at temperature 0.  A text ends with a token of `end`, or at its request's limit.
+    Whatever runs came before whatever waits, and both are in the order of their numbers.
     """
 
     runner: Runner
@@ -118,8 +143,10 @@ class Engine:
 
     def __attrs_post_init__(self) -> None:
         shape = self.runner.shape
-        if self.chunk < shape.requests:
-            raise InputError(f"chunk: must be at least the requests of a step, {shape.requests}: got {self.chunk}")
+        if not isinstance(self.chunk, int) or self.chunk < shape.requests:
+            raise InputError(
+                f"chunk: must be an integer of at least the requests of a step, {shape.requests}: got {self.chunk!r}"
+            )
         if not self.temperature >= 0:
             raise InputError(f"temperature: must be a number of at least 0: got {self.temperature}")
         if self.temperature and self.drafter is not None:
@@ -132,20 +159,18 @@ class Engine:
         return bool(self.running or self.waiting)
 
     def add(self, prompt: Sequence[int], *, max_new_tokens: int, seed: int = 0) -> Request:
-        """Queue a prompt; raises `InputError` for one that can never be served."""
-        vocabulary = self.runner.config.vocab_size
-        if not prompt:
-            raise InputError("prompt: must have at least one token: got none")
-        for token in prompt:
-            if not 0 <= token < vocabulary:
-                raise InputError(f"prompt: each token must be in 0..{vocabulary - 1}: got {token}")
+        """Queue a prompt; raises `InputError` for one that can never be served.
+
+        `seed` decides what is sampled where the temperature is not 0, whatever else is served beside it.
+        """
+        tokens = _prompt(prompt, self.runner.config.vocab_size)
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise InputError(f"max_new_tokens: must be an integer of at least 1: got {max_new_tokens!r}")
-        total, shape = len(prompt) + max_new_tokens, self.runner.shape
-        need, most = self.runner.sharding.blocks(total), min(shape.blocks, shape.table_width)
+        total, shape = len(tokens) + max_new_tokens, self.runner.shape
+        need, most = self.runner.sharding.blocks(total - 1), min(shape.blocks, shape.table_width)
         if need > most:
             raise OutOfBlocksError(
-                f"blocks: prompt and max_new_tokens, {total} positions, need {need} blocks of "
+                f"blocks: prompt and max_new_tokens, {total - 1} positions without the last, need {need} blocks of "
                 f"{shape.ranks * shape.block_size}, and a request can have {most}"
             )
         limit = self.runner.config.max_position_embeddings
@@ -154,7 +179,7 @@ class Engine:
                 f"max_new_tokens: with the prompt must be at most max_position_embeddings, {limit}: got {total}"
             )
         generator = torch.Generator().manual_seed(seed)
-        request = Request(self._count, tuple(prompt), max_new_tokens, generator)
+        request = Request(self._count, tokens, max_new_tokens, generator)
         self._count += 1
         self.waiting.append(request)
         return request
@@ -176,137 +201,177 @@ class Engine:
 
     def step(self) -> list[Output]:
         """One step of the model for all that run; what it generated."""
-        pieces = self._plan()
-        if not pieces:
+        parts = self._plan()
+        if not parts:
             return []
-        filling = any(len(p.tokens) > 1 + len(r.drafts) for r, p in pieces)
-        wanted: list[int] = []
-        first_rows: list[int] = []
-        row = 0
-        for request, piece in pieces:
-            first_rows.append(row)
-            row += len(piece.tokens)
-            whole = piece.start + len(piece.tokens) >= len(request.tokens)
-            wanted += range(row - 1 - len(request.drafts), row) if whole else ()
-        logits, hidden = self.runner.forward([piece for _, piece in pieces], wanted, filling=filling)
-        outputs, settled = self._accept(pieces, first_rows, logits)
-        if self.drafter and settled:
-            served = [self._served(*one) for one in settled]
-            for one, drafts in zip(served, self.drafter.propose(served, hidden), strict=True):
+        wanted = [row for part in parts for row in part.wanted]
+        filling = any(len(part.piece.tokens) > 1 + len(part.request.drafts) for part in parts)
+        logits, hidden = self.runner.forward([part.piece for part in parts], wanted, filling=filling)
+        outputs, settled = self._accept(parts, logits)
+        if self.drafter is not None and settled:
+            served = [self._served(part, count) for part, count in settled]
+            proposed = self.drafter.propose(served, hidden)
+            if len(proposed) != len(served):
+                raise InputError(f"drafts: must have a list for each of {len(served)} requests: got {len(proposed)}")
+            for one, drafts in zip(served, proposed, strict=True):
                 one.request.drafts = self._allowed(one.request, drafts)
         return outputs
 
     # --- which tokens a step processes --------------------------------------
 
-    def _plan(self) -> list[tuple[Request, Piece]]:
-        """Pieces of this step; admits waiting requests, and takes blocks back where there are not enough."""
+    def _plan(self) -> list["_Part"]:
+        """Parts of this step; takes blocks back where there are not enough, and admits waiting requests.
+
+        Every request that decodes gets its last token, and the first prompt at least one; then drafts and the rest of
+        prompts share what the step has left.
+        """
+        for request in list(self.running):
+            if request.pending == 1:
+                self._grow(request)
+        self._admit()
+        decoding = [request for request in self.running if request.pending == 1]
+        prompts = [request for request in self.running if request.pending > 1]
+        spare = self.chunk - len(decoding) - bool(prompts)
+        parts: list[_Part] = []
+        row = 0
+        for request in decoding:
+            request.drafts = self._fitting(request, request.drafts[:spare])
+            spare -= len(request.drafts)
+            parts.append(self._part(request, 1, row))
+            row += 1 + len(request.drafts)
+        for request in prompts:
+            count = min(request.pending, self.chunk - row)
+            if count:
+                parts.append(self._part(request, count, row))
+                row += count
+        return parts
+
+    def _admit(self) -> None:
+        """Let requests run, in the order of their numbers, while there are blocks for the tokens they have."""
         while self.waiting and len(self.running) < self.runner.shape.requests:
             request = self.waiting[0]
             try:
                 self.blocks.allocate(request.number, len(request.tokens))
             except OutOfBlocksError:
-                break
+                return
             self.running.append(self.waiting.popleft())
-        budget, pieces = self.chunk, dict[int, tuple[Request, Piece]]()
-        for request in sorted(self.running, key=lambda r: (len(r.tokens) - r.cached > 1, r.number)):
-            if request not in self.running:
-                continue  # it has just given its blocks back
-            pending = [*request.tokens[request.cached :], *request.drafts]
-            tokens = pending[:budget]
-            if len(tokens) <= len(pending) - len(request.drafts):
-                request.drafts = []
-            elif len(tokens) < len(pending):
-                request.drafts = request.drafts[: len(tokens) - len(pending)]
-            if tokens and self._hold(request, request.cached + len(tokens), pieces):
-                table = self.blocks.table(request.number)
-                pieces[request.number] = request, Piece(tokens=tokens, start=request.cached, table=table)
-                budget -= len(tokens)
-        return list(pieces.values())
 
-    def _hold(self, request: Request, length: int, pieces: dict[int, tuple[Request, Piece]]) -> bool:
-        """Make sure that a request holds blocks for `length` positions, if need be by preempting later ones."""
-        while True:
+    def _grow(self, request: Request) -> None:
+        """Blocks for a request's last token, if need be those of the youngest, which may be the request itself."""
+        while request in self.running:
             try:
-                self.blocks.append(request.number, length)
-                return True
+                self.blocks.append(request.number, len(request.tokens))
+                return
             except OutOfBlocksError:
-                last = max(self.running, key=lambda r: r.number)
-                pieces.pop(last.number, None)
-                self.running.remove(last)
+                last = self.running.pop()
                 self.blocks.free(last.number)
                 last.cached, last.drafts = 0, []
                 self.waiting.appendleft(last)
-                if last is request:
-                    return False
+
+    def _fitting(self, request: Request, drafts: list[int]) -> list[int]:
+        """The drafts there are blocks for; they are worth nobody's preemption."""
+        known = len(request.tokens)
+        return drafts[: self._room(request, known + len(drafts)) - known] if drafts else []
+
+    def _room(self, request: Request, length: int) -> int:
+        """How many positions a request's blocks are, once they are `length` if enough are free."""
+        with contextlib.suppress(OutOfBlocksError):
+            self.blocks.append(request.number, length)
+        sharding = self.runner.sharding
+        return len(self.blocks.table(request.number)) * sharding.block_size * sharding.ranks
+
+    def _part(self, request: Request, count: int, row: int) -> "_Part":
+        """The next `count` tokens of a request and all its drafts."""
+        tokens = [*request.tokens[request.cached : request.cached + count], *request.drafts]
+        piece = Piece(tokens=tokens, start=request.cached, table=self.blocks.table(request.number))
+        return _Part(request, piece, row, last=count == request.pending)
 
     # --- what it gave --------------------------------------------------------
 
-    def _accept(
-        self, pieces: list[tuple[Request, Piece]], first_rows: list[int], logits: torch.Tensor
-    ) -> tuple[list[Output], list[tuple[Request, int, int, int]]]:
+    def _accept(self, parts: list["_Part"], logits: torch.Tensor) -> tuple[list[Output], list[tuple["_Part", int]]]:
         """Take over what the model says; requests that are finished give their blocks back.
 
-        Also what is settled of those that go on: request, first position, how many, first row.
+        Also the parts of those that go on, each with how many positions are settled.
         """
         chosen = logits.argmax(1).tolist() if not self.temperature else None
         outputs: list[Output] = []
-        settled: list[tuple[Request, int, int, int]] = []
+        settled: list[tuple[_Part, int]] = []
         at = 0
-        for (request, piece), row in zip(pieces, first_rows, strict=True):
-            whole = piece.start + len(piece.tokens) >= len(request.tokens)
-            if not whole:
-                request.cached += len(piece.tokens)
-                settled.append((request, piece.start, len(piece.tokens), row))
-                continue
-            count = 1 + len(request.drafts)
-            said = chosen[at : at + count] if chosen is not None else [self._sample(request, logits[at])]
-            at += count
-            new = verify(request.drafts, said)
-            request.drafted += len(request.drafts)
-            request.accepted += len(new) - 1
-            cached = len(piece.tokens) - len(request.drafts) + len(new) - 1
-            request.drafts = []
-            request.cached += cached
-            outputs.append(self._take(request, new))
-            if not outputs[-1].finished:
-                settled.append((request, piece.start, cached, row))
+        for part in parts:
+            request, count, drafts = part.request, len(part.piece.tokens), part.request.drafts
+            finished = False
+            if part.last:
+                said = [self._sample(request, logits[at])] if chosen is None else chosen[at : at + 1 + len(drafts)]
+                at += len(said)
+                new = verify(drafts, said)
+                count -= 1 + len(drafts) - len(new)
+                output = self._take(request, new)
+                request.drafted += len(drafts)
+                request.accepted += len(new) - 1
+                request.drafts = []
+                outputs.append(output)
+                finished = output.finished
+            request.cached += count
+            if not finished:
+                settled.append((part, count))
         return outputs, settled
 
     def _take(self, request: Request, new: list[int]) -> Output:
-        """Add tokens to a request, up to an end token or its limit."""
-        new = new[: request.left]
-        ends = [i for i, token in enumerate(new) if token in self.end]
-        if ends:
-            new = new[: ends[0] + 1]
+        """Add tokens to a request, up to an end token; it has room for all, having fewer drafts than tokens left."""
+        new = _until(self.end, new)
         request.tokens += new
-        request.first_token = request.first_token or time.perf_counter()
-        finished = bool(ends) or request.left == 0
+        if request.first_token is None:
+            request.first_token = time.perf_counter()
+        finished = request.left == 0 or new[-1] in self.end
         if finished:
             self.running.remove(request)
             self.blocks.free(request.number)
         return Output(request, tuple(new), finished)
 
-    def _served(self, request: Request, start: int, count: int, row: int) -> Served:
+    def _served(self, part: "_Part", count: int) -> Served:
         """With blocks for the positions of drafts, where there are any free."""
-        ahead = min(self.drafter.count if self.drafter else 0, request.left)
-        with contextlib.suppress(OutOfBlocksError):
-            self.blocks.append(request.number, request.cached + ahead)
-        table, sharding = self.blocks.table(request.number), self.runner.sharding
-        return Served(request, start, count, row, table, len(table) * sharding.block_size * sharding.ranks)
+        request, ahead = part.request, self.drafter.count if self.drafter is not None else 0
+        room = self._room(request, request.cached + min(ahead, request.left))
+        return Served(request, part.piece.start, count, part.row, self.blocks.table(request.number), room)
 
-    def _allowed(self, request: Request, drafts: list[int]) -> list[int]:
-        """Drafts that may still count: one token comes without any, and a draft must be a token."""
-        count = self.drafter.count if self.drafter else 0
+    def _allowed(self, request: Request, drafts: Sequence[int]) -> list[int]:
+        """Drafts that may still count: one token comes without any, and nothing comes behind an end token."""
         vocabulary = self.runner.config.vocab_size
         for draft in drafts:
-            if not 0 <= draft < vocabulary:
-                raise InputError(f"drafts: each must be in 0..{vocabulary - 1}: got {draft}")
-        behind_prompt = request.cached + 1 == len(request.tokens) and request.new_tokens
-        return drafts[: max(min(count, request.left - 1), 0)] if behind_prompt else []
+            if not isinstance(draft, int) or not 0 <= draft < vocabulary:
+                raise InputError(f"drafts: each must be in 0..{vocabulary - 1}: got {draft!r}")
+        if request.pending > 1 or not request.new_tokens or self.drafter is None:
+            return []
+        return _until(self.end, drafts[: max(min(self.drafter.count, request.left - 1), 0)])
 
     def _sample(self, request: Request, logits: torch.Tensor) -> int:
-        weights = torch.softmax(logits.double().cpu() / self.temperature, 0)
+        wide = logits.double().cpu()
+        weights = torch.softmax((wide - wide.max()) / self.temperature, 0)
         return int(torch.multinomial(weights, 1, generator=request.generator))
+
+
+@frozen
+class _Part:
+    """A step's piece of a request, from row `row` on; `last`: with its last known token, so that it says the next."""
+
+    request: Request
+    piece: Piece
+    row: int
+    last: bool
+
+    @property
+    def wanted(self) -> range:
+        """The rows whose logits count: those of the last known token and of the drafts behind it."""
+        end = self.row + len(self.piece.tokens)
+        return range(end - 1 - len(self.request.drafts) if self.last else end, end)
+
+
+def _until(end: frozenset[int], tokens: Sequence[int]) -> list[int]:
+    """Tokens up to the first of `end`, with it."""
+    for count, token in enumerate(tokens, 1):
+        if token in end:
+            return list(tokens[:count])
+    return list(tokens)
 
 
 def verify(drafts: Sequence[int], said: Sequence[int]) -> list[int]:

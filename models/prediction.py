@@ -39,7 +39,10 @@ class MtpDrafter:
         ends = list(itertools.accumulate(one.count for one in served))
         live = [k for k, one in enumerate(served) if one.request.cached + 1 == len(one.request.tokens)]
         rows = [ends[k] - 1 for k in live]  # of the module's hidden states: each request's last position
-        logits, hidden = self.runner.predict([_settled(one) for one in served], hidden, sources, rows)
+        # A chunk of a prompt that is no longer than what a step that decodes can settle is none, as for the engine.
+        filling = any(one.count > 1 + self.count for one in served)
+        pieces = [_settled(one) for one in served]
+        logits, hidden = self.runner.predict(pieces, hidden, sources, rows, filling=filling)
         while live:
             for k, token in zip(live, logits.argmax(1).tolist(), strict=True):
                 drafts[k].append(token)
@@ -49,7 +52,7 @@ class MtpDrafter:
             live, sources = [k for k, _ in ahead], [row for _, row in ahead]
             rows = list(range(len(live)))
             pieces = [_drafted(served[k], drafts[k]) for k in live]
-            logits, hidden = self.runner.predict(pieces, hidden, sources, rows)
+            logits, hidden = self.runner.predict(pieces, hidden, sources, rows, filling=False)
         return drafts
 
     def _further(self, one: Served, count: int) -> bool:

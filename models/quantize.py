@@ -41,9 +41,7 @@ def dequantize_fp8(
     wide = weight.to(torch.float32)
     factors = scale[(row + torch.arange(weight.shape[0])) // FP8_BLOCK]
     first = 0
-    while (
-        first < weight.shape[1]
-    ):  # one column of blocks after the other, so that nothing as large as the weight is made
+    while first < weight.shape[1]:  # one column of blocks after the other: the factors are not spread out
         block = (column + first) // FP8_BLOCK
         last = min((block + 1) * FP8_BLOCK - column, weight.shape[1])
         wide[:, first:last] *= factors[:, block : block + 1]
@@ -67,4 +65,5 @@ def quantize_int8(weight: torch.Tensor) -> Quantized[torch.Tensor]:
     wide = weight.to(torch.float32)
     scale = wide.abs().amax(-1) / 127
     step = torch.where(scale == 0, 1, scale).unsqueeze(-1)
-    return Quantized((wide / step).round_().to(torch.int8), scale)
+    # The step of a row of subnormal numbers is rounded so coarsely that 127 of it may not reach the largest.
+    return Quantized((wide / step).round_().clamp_(-127, 127).to(torch.int8), scale)

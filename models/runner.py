@@ -72,16 +72,20 @@ class Runner:
     placement: Placement = orchestrations.attention_aside
     prefill_placement: Placement = orchestrations.serial
     mode: Mode = "minimal"
+    #: How sequences lie over ranks and blocks.
+    sharding: Sharding = field(init=False)
     programs: dict[tuple[Any, ...], Callable[..., Any]] = field(factory=dict, init=False)
     caches: list[Any] = field(init=False)
     mtp_caches: list[Any] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        if self.machine.ranks != self.shape.ranks or len(self.params) != self.shape.ranks:
-            raise InputError(
-                f"ranks: backend, shape and params must agree: got {self.machine.ranks}, {self.shape.ranks} and "
-                f"{len(self.params)}"
-            )
+        _agree(self.machine, self.shape)
+        for name, of_ranks in (("params", self.params), ("mtp", self.mtp)):
+            if of_ranks is not None and len(of_ranks) != self.shape.ranks:
+                raise InputError(
+                    f"{name}: must have an entry for each of {self.shape.ranks} ranks: got {len(of_ranks)}"
+                )
+        self.sharding = Sharding(ranks=self.shape.ranks, interleave=self.interleave, block_size=self.shape.block_size)
         self.params, self.mtp = self.machine.put((self.params, self.mtp))
         self.caches = [self._cache(self.config.num_hidden_layers) for _ in range(self.shape.ranks)]
         self.mtp_caches = [self._cache(1)[0] for _ in range(self.shape.ranks if self.mtp else 0)]
@@ -94,6 +98,7 @@ class Runner:
 
         `mtp`: with the prediction module.  Further options are fields of the runner, and `progress` for a bar.
         """
+        _agree(machine, shape)  # before anything is read
         progress = options.pop("progress", False)
         params, modules = [], []
         for rank in range(shape.ranks):
@@ -113,11 +118,6 @@ class Runner:
             config=checkpoint.config, machine=machine, shape=shape, params=params, mtp=modules or None, **options
         )
 
-    @property
-    def sharding(self) -> Sharding:
-        """How sequences lie over ranks and blocks."""
-        return Sharding(ranks=self.shape.ranks, interleave=self.interleave, block_size=self.shape.block_size)
-
     def forward(self, pieces: Sequence[Piece], rows: Sequence[int], *, filling: bool) -> tuple[torch.Tensor, Any]:
         """One step: logits [len(rows), vocabulary] of the tokens numbered `rows`, and the hidden states of every rank.
 
@@ -125,10 +125,9 @@ class Runner:
         """
         tokens, padded, batches = self._batches(pieces)
         wanted = self._integers(rows, round_up(len(rows)))
-        shape = evolve(self.shape, tokens=padded)
         run = self._program(
             ("model", padded, len(wanted), filling),
-            lambda: model_step(self.config, shape, rows=len(wanted), hidden=True),
+            lambda: model_step(self.config, evolve(self.shape, tokens=padded), rows=len(wanted), hidden=True),
             filling,
         )
         ids = self._integers(tokens, padded)
@@ -136,21 +135,22 @@ class Runner:
         return logits[0][: len(rows)], hidden
 
     def predict(
-        self, pieces: Sequence[Piece], hidden: Any, sources: Sequence[int], rows: Sequence[int]
+        self, pieces: Sequence[Piece], hidden: Any, sources: Sequence[int], rows: Sequence[int], *, filling: bool
     ) -> tuple[torch.Tensor, Any]:
         """A step of the prediction module: each piece has the tokens that follow its positions.
 
         `hidden` of every rank is what `forward` or an earlier `predict` gave, `sources` the row of it for each token.
-        Returns logits [len(rows), vocabulary] and hidden states, as `forward`.
+        Returns logits [len(rows), vocabulary] and hidden states, as `forward`, and `filling` is as there.
         """
-        assert self.mtp is not None
+        if self.mtp is None:
+            raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
         tokens, padded, batches = self._batches(pieces)
         wanted = self._integers(rows, round_up(len(rows)))
-        given, shape = hidden[0].shape[0], evolve(self.shape, tokens=padded)
+        given = hidden[0].shape[0]
         run = self._program(
-            ("mtp", padded, len(wanted), given),
-            lambda: mtp_step(self.config, shape, given=given, rows=len(wanted)),
-            filling=padded > self.shape.requests,
+            ("mtp", padded, len(wanted), given, filling),
+            lambda: mtp_step(self.config, evolve(self.shape, tokens=padded), given=given, rows=len(wanted)),
+            filling,
         )
         ids, taken = self._integers(tokens, padded), self._integers(sources, padded)
         logits, after, self.mtp_caches = run(
@@ -197,6 +197,11 @@ class Runner:
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor] * self.shape.ranks
+
+
+def _agree(machine: Machine, shape: StepShape) -> None:
+    if machine.ranks != shape.ranks:
+        raise InputError(f"ranks: must be those of the backend, {machine.ranks}: got {shape.ranks} in the shape")
 
 
 def round_up(count: int) -> int:

@@ -52,6 +52,11 @@ def prediction_layers(config: ModelConfig) -> Iterable[int]:
     return range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
 
 
+def is_projection(name: str) -> bool:
+    """Whether a name is that of a projection's weight, which is FP8 in a checkpoint that is."""
+    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
+
+
 def _layer(config: ModelConfig, layer: int) -> Shapes:
     hidden = config.attention.hidden_size
     shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}

@@ -34,20 +34,24 @@ class Tokenizer:
 
 @define
 class TextStream:
-    """Tokens as they come to text as it becomes certain: a character cut between two tokens waits for the second."""
+    """Tokens as they come to text as it becomes certain: a character cut between two tokens waits for the second.
+
+    The pieces together are the text of all tokens, unless a decoder changes for good what it gave before; then what it
+    gave stays, and the end of the text follows it.
+    """
 
     tokenizer: Tokenizer
     tokens: list[int] = field(factory=list)
     shown: str = ""
 
     def add(self, tokens: Sequence[int], *, finished: bool = False) -> str:
-        """The text that is new with these tokens."""
+        """The text that is new with these tokens; with the last ones, `finished`, whatever has waited."""
         self.tokens += tokens
         text = self.tokenizer.decode(self.tokens)
         if not finished:
             text = text.rstrip("\ufffd")
-        if not text.startswith(self.shown):  # the decoder changed its mind about what came before: wait
-            return ""
+            if not text.startswith(self.shown):  # the decoder is of another mind about what came before: wait
+                return ""
         new = text[len(self.shown) :]
         self.shown = text
         return new

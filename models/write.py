@@ -10,7 +10,10 @@ from safetensors.torch import save_file
 from mla_fx.effects import InputError
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.quantize import quantize_fp8
-from mla_fx.models.tensors import expected, prediction, prediction_layers
+from mla_fx.models.tensors import expected, is_projection, prediction, prediction_layers
+
+#: What readers of safetensors files look for.
+METADATA = {"format": "pt"}
 
 
 def write_checkpoint(
@@ -41,20 +44,20 @@ def write_checkpoint(
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         weight = _weight(name, shape, generator)
-        if config.fp8 and name.endswith("_proj.weight") and "eh_proj" not in name:
+        if config.fp8 and is_projection(name) and "eh_proj" not in name:
             tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(weight)
         else:
             tensors[name] = weight if name.endswith("bias") else weight.to(dtype)
     (directory / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
     if shards == 1:
-        save_file(tensors, directory / "model.safetensors")
+        save_file(tensors, directory / "model.safetensors", metadata=METADATA)
         return
     names = list(tensors)
     weight_map: dict[str, str] = {}
     for k in range(shards):
         file = f"model-{k + 1:05d}-of-{shards:05d}.safetensors"
         part = {name: tensors[name] for name in names[k::shards]}
-        save_file(part, directory / file)
+        save_file(part, directory / file, metadata=METADATA)
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

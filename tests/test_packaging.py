@@ -184,6 +184,7 @@ def test_console_script_runs(installed):
     help_text = run(script, "--help", cwd=installed.folder)
     assert all(command in help_text for command in ("decode", "show", "check"))
     run(script, "check", cwd=installed.folder)
+    assert "> 9 + 4 =\n13\n" in run(script, "generate", "--prompt", "9 + 4 =", cwd=installed.folder)  # model and all
 
 
 @pytest.mark.packaging
@@ -203,7 +204,13 @@ def test_wheel_has_every_module_and_nothing_else(built):
     found = (path for top in ("mla_fx", *LINKED) for path in (ROOT / top).glob("**/*"))
     modules = {path.relative_to(ROOT) for path in found if path.suffix in (".py", ".cpp")}
     inside = {path if path.parts[0] == "mla_fx" else Path("mla_fx") / path for path in modules}
-    assert shipped == {path.as_posix() for path in inside} | {"mla_fx/py.typed"}
+    data = {"mla_fx/py.typed"}
+    for package, names in PROJECT["tool"]["setuptools"]["package-data"].items():
+        folder = Path("mla_fx") / Path(*package.split(".")[1:])
+        source = ROOT / folder.relative_to("mla_fx") if package != "mla_fx" else ROOT / "mla_fx"
+        data |= {(folder / path.name).as_posix() for name in names for path in source.glob(name)}
+    assert {"mla_fx/models/addition/model.safetensors", "mla_fx/models/addition/tokenizer.json"} <= data
+    assert shipped == {path.as_posix() for path in inside} | data
 
 
 @pytest.mark.packaging

@@ -1,22 +1,33 @@
-"""A checkpoint directory: verified at once, read in slices that are those of the whole, and every refusal."""
+"""A checkpoint directory: verified as a whole, everything wrong told at once; what is written can be opened.
+
+At the end, how much memory loading takes.
+"""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from attrs import evolve
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from mla_fx import MlaConfig
+from mla_fx.config import MoeConfig
 from mla_fx.effects import InputError
-from mla_fx.models import Checkpoint, CheckpointError, ModelConfig, small_config, write_checkpoint
-from mla_fx.models.tensors import expected
-from mla_fx.parameters import FullAttention, QueryLora, QueryPlain, shard_attention
+from mla_fx.models import Checkpoint, CheckpointError, small_config, write_checkpoint
+from mla_fx.models.quantize import scale_shape
+from mla_fx.models.tensors import expected, prediction
 
 TINY = evolve(
     small_config(),
     num_hidden_layers=2,
+    num_nextn_predict_layers=0,
     vocab_size=16,
+    intermediate_size=12,
     attention=MlaConfig(
         hidden_size=24,
         num_attention_heads=4,
@@ -26,8 +37,13 @@ TINY = evolve(
         qk_rope_head_dim=4,
         v_head_dim=5,
     ),
+    moe=MoeConfig(
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=7, n_shared_experts=2, n_group=2, topk_group=1
+    ),
 )
-PLAIN = evolve(TINY, model_type="deepseek_v2", attention=evolve(TINY.attention, q_lora_rank=None))
+FP8 = evolve(TINY, fp8=True)
+MTP = evolve(TINY, num_nextn_predict_layers=2)
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 
 @pytest.fixture
@@ -36,107 +52,260 @@ def directory(tmp_path):
     return tmp_path
 
 
-def full_attention(tensors: dict[str, torch.Tensor], layer: int, config: ModelConfig) -> FullAttention:
-    def get(name: str) -> torch.Tensor:
-        return tensors[f"model.layers.{layer}.self_attn.{name}.weight"]
-
-    lora = config.attention.q_lora_rank is not None
-    query = QueryLora(get("q_a_proj"), get("q_a_layernorm"), get("q_b_proj")) if lora else QueryPlain(get("q_proj"))
-    return FullAttention(query, get("kv_a_proj_with_mqa"), get("kv_a_layernorm"), get("kv_b_proj"), get("o_proj"))
-
-
-@pytest.mark.parametrize("replicate_query", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("config", [TINY, PLAIN], ids=["lora", "plain"])
-@pytest.mark.parametrize("shards", [1, 3])
-def test_slices_are_those_of_the_whole(config, ranks, replicate_query, shards, tmp_path):
-    write_checkpoint(tmp_path, config, shards=shards)
-    tensors = {k: v for path in tmp_path.glob("*.safetensors") for k, v in load_file(path).items()}
-    checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.config == config
-    for rank in range(ranks):
-        found = checkpoint.load_layer(1, rank=rank, ranks=ranks, dtype=torch.float64, replicate_query=replicate_query)
-        whole = full_attention(tensors, 1, config)
-        right = shard_attention(whole, config.attention, rank=rank, ranks=ranks, replicate_query=replicate_query)
-        leaves = torch.utils._pytree.tree_leaves
-        for ours, theirs in zip(leaves(found.attention), leaves(right), strict=True):
-            assert ours.dtype == torch.float64 and ours.is_contiguous()
-            assert torch.equal(ours, theirs.double())
-        assert torch.equal(found.input_layernorm, tensors["model.layers.1.input_layernorm.weight"].double())
-
-
-def test_shards_are_the_heads_in_rank_order(directory):
-    """From the layout of kv_b_proj itself: per head first the key rows, then the value rows."""
-    kv_b = load_file(directory / "model.safetensors")["model.layers.0.self_attn.kv_b_proj.weight"]
-    found = Checkpoint.open(directory).load_layer(0, rank=1, ranks=2, dtype=torch.float32).attention
-    for n, head in enumerate((2, 3)):
-        rows = kv_b[head * 11 : (head + 1) * 11]
-        assert torch.equal(found.w_uk[n], rows[:6])
-        assert torch.equal(found.w_uv[n], rows[6:].T)
-
-
-def test_embedding_reads_rows(directory):
-    table = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
-    checkpoint = Checkpoint.open(directory)
-    assert torch.equal(checkpoint.embed([3, 0, 3], dtype=torch.float32), table[[3, 0, 3]])
-    assert checkpoint.embed([], dtype=torch.float32).shape == (0, 24)
-    with pytest.raises(InputError, match=r"token_ids: each must be in 0..15: got 16"):
-        checkpoint.embed([1, 16], dtype=torch.float32)
-
-
 def rewrite(directory, change):
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_missing_unexpected_and_misshapen_are_told_at_once(directory):
+def refused(directory) -> list[str]:
+    """The lines of the error on opening, one for each kind of fault."""
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(directory)
+    first, *lines = str(caught.value).split("\n  ")
+    assert first == f"{directory}: tensors must be those of config.json"
+    return lines
+
+
+def test_missing_unexpected_misshapen_and_ill_typed_are_told_at_once(directory):
     def change(tensors):
         for expert in range(4):
             del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
         del tensors["model.norm.weight"], tensors["lm_head.weight"]
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
-        tensors["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(24, 19)
+        tensors[O_PROJ] = torch.zeros(24, 19)
+        tensors["model.layers.0.self_attn.kv_a_layernorm.weight"] = torch.ones(8, dtype=torch.int32)
 
     rewrite(directory, change)
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(directory)
-    text = str(caught.value)
-    assert "6 missing: model.layers.1.mlp.experts.0.up_proj.weight" in text and ", and 1 more" in text
-    assert "1 unexpected: model.layers.0.self_attn.rotary_emb.inv_freq" in text
-    assert "1 of another shape: model.layers.1.self_attn.o_proj.weight (must be [24, 20], got [24, 19])" in text
+    up = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(4)]
+    assert refused(directory) == [
+        f"6 missing: {', '.join(up)}, model.norm.weight, and 1 more",
+        "1 unexpected: model.layers.0.self_attn.rotary_emb.inv_freq",
+        f"1 of another shape: {O_PROJ} (must be [24, 20], got [24, 19])",
+        "1 of another dtype: model.layers.0.self_attn.kv_a_layernorm.weight (must be BF16, F16, F32, F64, got I32)",
+    ]
 
 
-def test_prediction_layers_and_a_tied_head_may_be_there(tmp_path):
-    config = evolve(TINY, num_nextn_predict_layers=1, tie_word_embeddings=True)
-    write_checkpoint(tmp_path, config)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (16, 24)),
+        ("lm_head.weight", (16, 24)),
+        ("model.norm.weight", (24,)),
+        ("model.layers.0.input_layernorm.weight", (24,)),
+        ("model.layers.0.post_attention_layernorm.weight", (24,)),
+        ("model.layers.0.self_attn.q_a_proj.weight", (10, 24)),
+        ("model.layers.0.self_attn.q_a_layernorm.weight", (10,)),
+        ("model.layers.0.self_attn.q_b_proj.weight", (40, 10)),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (12, 24)),
+        ("model.layers.0.self_attn.kv_a_layernorm.weight", (8,)),
+        ("model.layers.0.self_attn.kv_b_proj.weight", (44, 8)),
+        ("model.layers.0.self_attn.o_proj.weight", (24, 20)),
+        ("model.layers.0.mlp.gate_proj.weight", (12, 24)),
+        ("model.layers.0.mlp.up_proj.weight", (12, 24)),
+        ("model.layers.0.mlp.down_proj.weight", (24, 12)),
+        ("model.layers.1.mlp.gate.weight", (4, 24)),
+        ("model.layers.1.mlp.gate.e_score_correction_bias", (4,)),
+        ("model.layers.1.mlp.experts.3.gate_proj.weight", (7, 24)),
+        ("model.layers.1.mlp.experts.3.up_proj.weight", (7, 24)),
+        ("model.layers.1.mlp.experts.3.down_proj.weight", (24, 7)),
+        ("model.layers.1.mlp.shared_experts.gate_proj.weight", (14, 24)),
+        ("model.layers.1.mlp.shared_experts.up_proj.weight", (14, 24)),
+        ("model.layers.1.mlp.shared_experts.down_proj.weight", (24, 14)),
+    ],
+)
+def test_names_and_shapes(name, shape):
+    assert expected(TINY)[name] == shape
+
+
+def test_every_tensor_is_asked_for():
+    """Counted by hand: embedding, norm and head; a dense and a MoE layer with 4 experts and a shared one."""
+    attention, norms, mlp = 7, 2, 3
+    dense, moe = attention + norms + mlp, attention + norms + 2 + 4 * mlp + mlp
+    assert len(expected(TINY)) == 3 + dense + moe
+    assert len(expected(evolve(TINY, tie_word_embeddings=True))) == 2 + dense + moe
+    assert len(expected(evolve(TINY, moe=None))) == 3 + 2 * dense
+    plain = expected(evolve(TINY, attention=evolve(TINY.attention, q_lora_rank=None)))
+    assert len(plain) == len(expected(TINY)) - 4
+    assert plain["model.layers.1.self_attn.q_proj.weight"] == (40, 24)
+    assert len(prediction(TINY, 2)) == 4 + moe
+    assert prediction(TINY, 2)["model.layers.2.eh_proj.weight"] == (24, 48)
+    v2 = evolve(TINY.moe, topk_method="greedy", scoring_func="softmax", norm_topk_prob=False)
+    assert set(expected(TINY)) - set(expected(evolve(TINY, moe=v2))) == {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
+
+
+# --- what need not be there ----------------------------------------------------------------------
+
+
+def test_prediction_layers_are_there_as_a_whole_or_not_at_all(tmp_path):
+    write_checkpoint(tmp_path, MTP)
+    assert Checkpoint.open(tmp_path).has_prediction
+    second = {name: torch.zeros(shape) for name, shape in prediction(MTP, 3).items()}
+    rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in second])
+    assert Checkpoint.open(tmp_path).has_prediction
+    rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in prediction(MTP, 2)])
+    assert not Checkpoint.open(tmp_path).has_prediction
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.2.enorm.weight": torch.ones(24)}))
+    (line,) = refused(tmp_path)
+    assert line.startswith(f"{len(second) - 1} missing: model.layers.2.hnorm.weight, model.layers.2.eh_proj.weight")
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.2.enorm.weight"))
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.zeros(24, 48)}))
+    assert refused(tmp_path) == ["1 unexpected: model.layers.4.eh_proj.weight"]
+
+
+def test_a_prediction_layer_may_have_its_own_embedding_and_head(tmp_path):
+    write_checkpoint(tmp_path, MTP)
+    names = [f"model.layers.2.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.ones(16, 24) for name in names}))
+    assert set(names) < set(Checkpoint.open(tmp_path).files)
+    rewrite(tmp_path, lambda tensors: tensors.update({names[1]: torch.ones(16, 23)}))
+    assert refused(tmp_path) == [f"1 of another shape: {names[1]} (must be [16, 24], got [16, 23])"]
+
+
+def test_a_tied_head_may_be_there(tmp_path):
+    write_checkpoint(tmp_path, evolve(TINY, tie_word_embeddings=True))
+    assert "lm_head.weight" not in Checkpoint.open(tmp_path).files
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(16, 24)}))
+    Checkpoint.open(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(17, 24)}))
+    assert refused(tmp_path) == ["1 of another shape: lm_head.weight (must be [16, 24], got [17, 24])"]
+
+
+def test_tensors_without_elements_say_nothing(tmp_path):
+    """As transformers writes them for shared experts of width 0; none of them is read, whatever its name."""
+    write_checkpoint(tmp_path, evolve(FP8, moe=evolve(FP8.moe, n_shared_experts=0)), dtype=torch.bfloat16)
+    names = {
+        "model.layers.1.mlp.shared_experts.gate_proj.weight": (0, 24),
+        "model.layers.1.mlp.shared_experts.down_proj.weight": (24, 0),
+        "model.layers.1.mlp.gate.weight_scale_inv": (0, 1),
+    }
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.zeros(shape) for name, shape in names.items()}))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert not set(names) & set(checkpoint.files)
+    assert checkpoint.read("model.layers.1.mlp.gate.weight", dtype=torch.float32).shape == (4, 24)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(0, 24)}))
+    assert refused(tmp_path) == ["1 of another shape: lm_head.weight (must be [16, 24], got [0, 24])"]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("generation", ["V2", "V3", "V3 without shared experts"])
+def test_checkpoints_that_transformers_writes(generation, tmp_path):
+    sizes = {
+        "vocab_size": 16, "hidden_size": 24, "intermediate_size": 12, "moe_intermediate_size": 7,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8,
+        "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_shared_experts": 2,
+    }  # fmt: skip
+    if generation == "V2":
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**sizes))
+    else:
+        shared = {} if generation == "V3" else {"n_shared_experts": 0}
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | shared))
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.config.moe.n_shared_experts == (0 if "without" in generation else 2)
+    # num_nextn_predict_layers is 1 in transformers' V3, but it writes no such layer.
+    assert not checkpoint.has_prediction
+    head = checkpoint.read("lm_head.weight", dtype=torch.float32)
+    assert torch.equal(head, model.lm_head.weight)
+
+
+# --- FP8 -----------------------------------------------------------------------------------------
+
+
+def test_projections_are_fp8_with_their_factors_beside_them(tmp_path):
+    """As published: every projection of the layers, kv_a_proj_with_mqa too; not the gate, norms, tables, eh_proj."""
+    write_checkpoint(tmp_path, evolve(MTP, fp8=True), dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    small = {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert {name.split(".")[-2] for name in small} == {
+        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    attention, mlp = 5, 3
+    assert len(small) == 4 * attention + mlp + 3 * (4 + 1) * mlp
+    assert {name for name in tensors if name.endswith("_scale_inv")} == {f"{name}_scale_inv" for name in small}
+    assert {str(tensors[f"{name}_scale_inv"].dtype) for name in small} == {"torch.float32"}
+    assert "model.layers.2.eh_proj.weight" not in small
+    Checkpoint.open(tmp_path)
+
+
+def test_projections_of_an_fp8_model_may_be_wide(tmp_path):
+    write_checkpoint(tmp_path, FP8)
 
     def change(tensors):
-        tensors["model.layers.2.eh_proj.weight"] = torch.zeros(24, 48)
-        tensors["lm_head.weight"] = torch.zeros(16, 24)
+        tensors[O_PROJ] = torch.ones(24, 20, dtype=torch.bfloat16)
+        del tensors[f"{O_PROJ}_scale_inv"]
 
     rewrite(tmp_path, change)
-    Checkpoint.open(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(1)}))
-    with pytest.raises(CheckpointError, match=r"1 unexpected: model.layers.3.eh_proj.weight"):
-        Checkpoint.open(tmp_path)
+    assert torch.equal(Checkpoint.open(tmp_path).read(O_PROJ, dtype=torch.float32), torch.ones(24, 20))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_weights_of_a_dtype_that_is_not_read_are_refused(dtype, directory):
-    name = "model.layers.0.self_attn.o_proj.weight"
-    rewrite(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
-    with pytest.raises(
-        CheckpointError, match=r"1 (of another dtype|FP8 tensors): model.layers.0.self_attn.o_proj.weight"
-    ):
-        Checkpoint.open(directory)
+def test_faults_of_fp8_are_told_at_once(tmp_path):
+    write_checkpoint(tmp_path, FP8)
+    layer = "model.layers.0."
+    q_b, kv_b = f"{layer}self_attn.q_b_proj.weight", f"{layer}self_attn.kv_b_proj.weight"
+    gate, norm = f"{layer}mlp.gate_proj.weight", f"{layer}self_attn.kv_a_layernorm.weight"
+
+    def change(tensors):
+        del tensors[f"{O_PROJ}_scale_inv"]
+        tensors[f"{q_b}_scale_inv"] = torch.ones(2, 1)
+        tensors[f"{gate}_scale_inv"] = torch.ones(1, 1, dtype=torch.float64)
+        tensors[kv_b] = torch.ones(44, 8)
+        tensors[norm] = torch.ones(8).to(torch.float8_e4m3fn)
+
+    rewrite(tmp_path, change)
+    assert refused(tmp_path) == [
+        f"1 missing: {O_PROJ}_scale_inv",
+        f"1 unexpected: {kv_b}_scale_inv",
+        f"1 of another shape: {q_b}_scale_inv (must be [1, 1], got [2, 1])",
+        f"2 of another dtype: {norm} (must be BF16, F16, F32, F64, got F8_E4M3), "
+        f"{gate}_scale_inv (must be F32, got F64)",
+    ]
 
 
-def test_scales_of_fp8_weights_are_called_so(directory):
-    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-    rewrite(directory, lambda tensors: tensors.update({name: torch.ones(1, 1)}))
-    with pytest.raises(CheckpointError, match=r"FP8 weights are not supported yet, .*: got 1 FP8 tensors: .*scale_inv"):
-        Checkpoint.open(directory)
+def test_fp8_needs_a_quantization_config(directory):
+    def change(tensors):
+        tensors[O_PROJ] = tensors[O_PROJ].to(torch.float8_e4m3fn)
+        tensors[f"{O_PROJ}_scale_inv"] = torch.ones(1, 1)
+
+    rewrite(directory, change)
+    assert refused(directory) == [
+        f"1 unexpected: {O_PROJ}_scale_inv",
+        f"1 of another dtype: {O_PROJ} (must be BF16, F16, F32, F64, got F8_E4M3, and config.json has no "
+        "quantization_config)",
+    ]
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_what_is_written_is_found_again(shards, tmp_path):
+    write_checkpoint(tmp_path, MTP, shards=shards, seed=3, dtype=torch.float16)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.config == MTP and checkpoint.directory == tmp_path
+    assert set(checkpoint.files) == set(expected(MTP)) | set(prediction(MTP, 2)) | set(prediction(MTP, 3))
+    assert len({path.name for path in checkpoint.files.values()}) == shards
+    for name, path in checkpoint.files.items():
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            wide = "bias" in name
+            assert file.get_tensor(name).dtype == (torch.float32 if wide else torch.float16)
+
+
+def test_weights_follow_from_the_seed_not_from_the_files(tmp_path):
+    for folder, arguments in (("a", {}), ("b", {"shards": 2}), ("c", {"seed": 1})):
+        write_checkpoint(tmp_path / folder, TINY, **arguments)
+    a, b, c = (Checkpoint.open(tmp_path / folder).read(O_PROJ, dtype=torch.float32) for folder in "abc")
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("shards", [0, len(expected(TINY)) + 1])
+def test_no_file_may_be_empty(shards, tmp_path):
+    with pytest.raises(InputError, match=rf"shards: must be in 1..{len(expected(TINY))}, .*: got {shards}"):
+        write_checkpoint(tmp_path, TINY, shards=shards)
 
 
 def test_a_checkpoint_is_not_written_over(directory):
@@ -182,24 +351,76 @@ def test_one_tensor_in_two_files(tmp_path):
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"layer": 2}, r"layer: must be in 0..1: got 2"),
-        ({"ranks": 3}, r"ranks: must divide num_attention_heads, 4: got 3"),
-        ({"rank": 2}, r"rank: must be in 0..1: got 2"),
-        ({"dtype": torch.int32}, r"dtype: must be floating: got torch.int32"),
-    ],
-)
-def test_bad_requests(directory, arguments, message):
-    with pytest.raises(InputError, match=message):
-        Checkpoint.open(directory).load_layer(
-            **{"layer": 0, "rank": 0, "ranks": 2, "dtype": torch.float32, **arguments}
-        )
+# --- memory --------------------------------------------------------------------------------------
+
+#: Loads in a process of its own for each case: what an earlier one freed would hide what a later one takes.
+PEAK = """
+import os, sys, torch
+from mla_fx.models import Checkpoint, Loader
+
+def status(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+
+def load(directory, dtype, quantization):
+    checkpoint = Checkpoint.open(directory)
+    return Loader(checkpoint=checkpoint, rank=0, ranks=2, dtype=dtype, quantization=quantization).model()
+
+tiny, wide, fp8 = sys.argv[1:]
+for directory, dtype, quantization in (
+    (wide, torch.float32, None), (wide, torch.float16, "w8a8"), (wide, torch.bfloat16, None), (fp8, torch.float16, None)
+):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    load(tiny, dtype, quantization)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    model = load(directory, dtype, quantization)
+    peak = status("VmHWM") - before
+    leaves = {leaf.data_ptr(): leaf.nbytes for leaf in torch.utils._pytree.tree_leaves(model)}
+    print(os.path.basename(directory), dtype, quantization, sum(leaves.values()), peak, flush=True)
+    os._exit(0)
+"""
 
 
-def test_every_layer_is_asked_for():
-    """Counted by hand: embedding, norm and head; a dense and a MoE layer with 4 experts and a shared one."""
-    attention, norms, mlp = 7, 2, 3
-    assert len(expected(TINY)) == 3 + (attention + norms + mlp) + (attention + norms + 2 + 4 * mlp + mlp)
-    assert json.loads(json.dumps(TINY.to_json()))["q_lora_rank"] == 10
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
+    """200 MB in bf16, no tensor of it a twentieth; whatever is converted, the peak stays below 1.2 of a rank's part."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of resident memory cannot be reset: /proc/self/clear_refs is not writable")
+    small = small_config()
+    config = evolve(
+        small,
+        num_hidden_layers=12,
+        num_nextn_predict_layers=0,
+        vocab_size=2048,
+        intermediate_size=1024,
+        attention=evolve(small.attention, hidden_size=512, q_lora_rank=256, kv_lora_rank=128),
+        moe=evolve(small.moe, n_routed_experts=16, moe_intermediate_size=288),
+    )
+    write_checkpoint(tmp_path / "tiny", small)
+    for name, fp8 in (("wide", False), ("fp8", True)):
+        (tmp_path / name).mkdir()
+        tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in expected(config).items()}
+        if fp8:
+            small_ones = [name for name in tensors if name.endswith(("proj.weight", "mqa.weight"))]
+            scales = {f"{name}_scale_inv": torch.ones(scale_shape(tensors[name].shape)) for name in small_ones}
+            ones = {name: torch.full(tensors[name].shape, 0x38, dtype=torch.uint8) for name in small_ones}
+            tensors |= {name: each.view(torch.float8_e4m3fn) for name, each in ones.items()} | scales
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(evolve(config, fp8=fp8).to_json()))
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, *(str(tmp_path / name) for name in ("tiny", "wide", "fp8"))],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    for path in tmp_path.glob("*/model.safetensors"):
+        path.unlink()
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        *_, own, peak = line.split()
+        assert int(peak) < 1.2 * int(own), line
+        assert int(own) > 40e6

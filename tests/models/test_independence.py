@@ -1,0 +1,162 @@
+"""300 greedy tokens in float32 are the same however they are run: ranks, layout, chunks, company, streams, drafts.
+
+One run is compared with the dense model, all others with that run.  The plain
+suite takes runs that have every two choices together at least once, the soak
+run all combinations.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+
+from mla_fx import orchestrations
+from mla_fx.models import Engine, MtpDrafter
+from mla_fx.models.runner import Piece
+from tests.models.served import finish, make_runner, oracle, random_prompts, small
+
+PROMPT: Final = torch.randint(64, (20,), generator=torch.Generator().manual_seed(100)).tolist()
+COUNT: Final = 300
+BLOCK: Final = 16
+#: Lengths at which blocks, and rounds over ranks, begin and end.
+CROSSED: Final = (127, 128, 129, 255, 256, 257)
+#: The closest two logits of the path are apart by more than this, and float32 errs by far less.
+MARGIN: Final = 2e-3
+
+AXES: Final[Mapping[str, Sequence[Any]]] = {
+    "ranks": (1, 2, 4, 8),
+    "placement": tuple(orchestrations.NAMED),
+    "chunk": (5, 16, 512),
+    "interleave": (1, BLOCK),
+    "company": (False, True),
+    "mode": ("minimal", "conservative"),
+    "drafts": (0, 2),
+}
+
+
+def covering(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """A few choices of all axes, among which every two values of two axes meet: the next has the most new pairs."""
+    everything = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    left = {pair for choice in everything for pair in pairs(choice)}
+    chosen = []
+    while left:
+        best = max(everything, key=lambda choice: len(left & pairs(choice)))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def pairs(choice: Mapping[str, Any]) -> set[Any]:
+    return set(itertools.combinations(choice.items(), 2))
+
+
+def serve(
+    *, ranks: int, placement: str, chunk: int, interleave: int, company: bool, mode: str, drafts: int
+) -> tuple[list[int], list[int]]:
+    """The tokens behind the prompt, and the number of requests that run beside each other at each step."""
+    chosen = orchestrations.NAMED[placement]
+    runner = make_runner(
+        small(),
+        ranks=ranks,
+        requests=3 if company else 1,
+        blocks=64,
+        block_size=BLOCK,
+        table_width=20,
+        interleave=interleave,
+        placement=chosen,
+        prefill_placement=chosen,
+        mode=mode,
+        mtp=drafts > 0,
+    )
+    engine = Engine(runner=runner, chunk=chunk, drafter=MtpDrafter(runner, drafts) if drafts else None)
+    others = [(prompt, 5 + 3 * len(prompt)) for prompt in random_prompts(12, seed=2)] if company else []
+    for prompt, count in others[:2]:
+        engine.add(prompt, max_new_tokens=count)
+    request = engine.add(PROMPT, max_new_tokens=COUNT)
+    for prompt, count in others[2:]:
+        engine.add(prompt, max_new_tokens=count)
+    together = []
+    while engine.busy:
+        together.append(len({*(r.number for r in engine.running), *(o.request.number for o in engine.step())}))
+    return request.new_tokens, together
+
+
+@pytest.fixture(scope="module")
+def baseline() -> list[int]:
+    """One rank, the prompt at once, one stream."""
+    runner = make_runner(small(), block_size=BLOCK, table_width=20, placement=orchestrations.serial)
+    (tokens,) = finish(Engine(runner=runner, chunk=512), [PROMPT], COUNT)
+    return tokens
+
+
+def test_the_baseline_is_the_dense_model(baseline):
+    """At every position the dense model, given the text so far, says what was generated; no choice is a close one."""
+    text = [*PROMPT, *baseline]
+    assert len(baseline) == COUNT
+    assert all(len(PROMPT) < length < len(text) for length in CROSSED)
+    assert len({tuple(baseline[i : i + 4]) for i in range(COUNT)}) > 100  # it does not go round in a small circle
+    logits, _ = oracle(small())(text)
+    logits = logits[len(PROMPT) - 1 : -1]
+    assert logits.argmax(1).tolist() == baseline
+    best = logits.topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > MARGIN
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_float32_errs_by_far_less_than_the_margin(baseline, ranks):
+    """The whole path in one step, beside the dense model: what rounding makes of its logits."""
+    text = [*PROMPT, *baseline][:-1]
+    runner = make_runner(small(), ranks=ranks, block_size=BLOCK, table_width=20)
+    found, _ = runner.forward([Piece(tokens=text, start=0, table=range(20))], range(len(text)), filling=True)
+    error = (found - oracle(small())(text)[0]).abs().max()
+    assert error < MARGIN / 50
+
+
+@pytest.mark.parametrize("interleave", AXES["interleave"])
+@pytest.mark.parametrize("ranks", AXES["ranks"])
+def test_logits_where_blocks_and_rounds_begin(baseline, ranks, interleave):
+    """Token by token over the lengths at which a rank's share changes its form: what is off by a key shows here."""
+    text = [*PROMPT, *baseline]
+    runner = make_runner(small(), ranks=ranks, block_size=BLOCK, table_width=20, interleave=interleave)
+    right, _ = oracle(small())(text)
+    near = {length + more for length in CROSSED for more in (-1, 0, 1)}
+    position = 0
+    while position < len(text):
+        ahead = 1 if position in near else min((n for n in near if n > position), default=len(text)) - position
+        tokens = text[position : position + ahead]
+        found, _ = runner.forward([Piece(tokens=tokens, start=position, table=range(20))], range(ahead), filling=False)
+        torch.testing.assert_close(found, right[position : position + ahead], rtol=1e-5, atol=MARGIN / 50)
+        position += ahead
+
+
+@pytest.mark.parametrize("choice", covering(AXES), ids=lambda choice: "-".join(map(str, choice.values())))
+def test_the_same_tokens(baseline, choice):
+    tokens, together = serve(**choice)
+    assert tokens == baseline
+    assert {1, 3} <= set(together) if choice["company"] else set(together) <= {0, 1}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rest", [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())], ids=str)
+def test_the_same_tokens_in_all_combinations(baseline, rest):
+    assert serve(**rest)[0] == baseline
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_tokens_on_the_hostile_machine(baseline, seed):
+    """Streams late and interleaved at random, memory poisoned: prompt, decoding and drafts."""
+    runner = make_runner(small(), ranks=2, requests=2, block_size=BLOCK, adversary=seed, mtp=True)
+    engine = Engine(runner=runner, chunk=12, drafter=MtpDrafter(runner, 2))
+    other = random_prompts(1)[0]
+    assert finish(engine, [PROMPT, other], 8) == [baseline[:8], oracle(small()).greedy(other, 8)]
+
+
+def test_covering_meets_every_pair():
+    """Nine runs of three axes of three, at least, and at most 18 of those above."""
+    axes = {name: range(3) for name in "abc"}
+    chosen = covering(axes)
+    for one, two in itertools.combinations(axes, 2):
+        assert {(choice[one], choice[two]) for choice in chosen} == set(itertools.product(range(3), repeat=2))
+    assert 12 <= len(covering(AXES)) <= 18
