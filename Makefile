@@ -1,9 +1,11 @@
-# Everything happens in .venv, which is made on first use; only pip's downloads leave this folder.
+# Everything happens in .venv, which is made on first use; only pip's downloads and the compiled emulator leave this folder.
 # A stamp in .venv says what is installed; it is made again when pyproject.toml is newer.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# The tests install torch_npu; without CANN, `import torch` would fail on loading it unasked.
+export TORCH_DEVICE_BACKEND_AUTOLOAD ?= 0
 INSTALL := $(BIN)/python -m pip install --quiet --editable
 
 .PHONY: help decode generate test check bench soak clean

@@ -16,6 +16,8 @@ from mla_fx.dtypes import DTYPES as DTYPES
 from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program
 from mla_fx.effects.aval import FLOATS
 
+#: What a program takes on the host whatever its device, since values decide whether a step can run.
+ON_HOST = (torch.int32, torch.int64)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PATH = re.compile(r"(?P<argument>[A-Za-z_]\w*)(?P<rest>(\.[A-Za-z_]\w*|\[\d+\]|\['[^'\\]*'\])*)")
 
@@ -83,6 +85,8 @@ def _refused(put: Input, leaf: str, state: bool) -> str:
     if put.aval.dtype == "host":
         return f"type({leaf}) is not tuple or len({leaf}) != {put.aval.shape[0]}"
     wrong = f"{leaf}.shape != {put.aval.shape} or {leaf}.dtype is not {DTYPES[put.aval.dtype]}"
+    if DTYPES[put.aval.dtype] in ON_HOST:
+        wrong += f" or {leaf}.device.type != 'cpu'"
     return f"{wrong} or not {leaf}.is_contiguous()" if state else wrong
 
 
@@ -98,6 +102,8 @@ def _wrong(put: Input, rank: int, leaf: Any) -> None:
         raise InputError(f"{where}: must have dtype {put.aval.dtype}: got {dtype}")
     if tuple(leaf.shape) != put.aval.shape:
         raise InputError(f"{where}: must have shape {put.aval.shape}: got {tuple(leaf.shape)}")
+    if DTYPES[put.aval.dtype] in ON_HOST and leaf.device.type != "cpu":
+        raise InputError(f"{where}: is checked by value and must be on the host: got device {leaf.device}")
     raise InputError(f"{where}: is updated in place and must be contiguous: got strides {leaf.stride()}")
 
 

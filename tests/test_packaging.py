@@ -143,7 +143,7 @@ def test_only_mla_fx_reaches_site_packages(installed):
 def test_every_module_imports_from_elsewhere(installed, checkout):
     walk = """
 import importlib, pkgutil, mla_fx
-import mla_fx.effects.ops, mla_fx.backends.cpu, mla_fx.models
+import mla_fx.effects.ops, mla_fx.backends.cpu, mla_fx.backends.ascend.emulator, mla_fx.models
 print(mla_fx.__file__)
 for module in pkgutil.walk_packages(mla_fx.__path__, "mla_fx."):
     print(module.name, importlib.import_module(module.name).__file__)
@@ -201,7 +201,8 @@ def test_metadata_and_markers(installed):
 def test_wheel_has_every_module_and_nothing_else(built):
     (wheel,) = built.glob("*.whl")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {path.relative_to(ROOT) for top in ("mla_fx", *LINKED) for path in (ROOT / top).glob("**/*.py")}
+    found = (path for top in ("mla_fx", *LINKED) for path in (ROOT / top).glob("**/*"))
+    modules = {path.relative_to(ROOT) for path in found if path.suffix in (".py", ".cpp")}
     inside = {path if path.parts[0] == "mla_fx" else Path("mla_fx") / path for path in modules}
     data = {"mla_fx/py.typed"}
     for package, names in PROJECT["tool"]["setuptools"]["package-data"].items():

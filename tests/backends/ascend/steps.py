@@ -1,0 +1,76 @@
+"""Decode steps of a size that the attention operator takes, and what came of running one."""
+
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch.utils import _pytree as pytree
+
+from mla_fx import backends
+from mla_fx.backends import Backend, Executable
+from mla_fx.backends.inputs import DTYPES
+from mla_fx.backends.torch_streams import OnStreams
+from mla_fx.effects import Program, Step
+from mla_fx.models import Loader, ModelConfig, model_step
+from tests.setups import CONFIG, Setup, checkpoint, model_config
+
+#: L and R as the operator wants them; everything else small, and sizes that V-up and absorption take fused.
+LATENT = evolve(CONFIG, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=16, v_head_dim=16)
+
+
+@frozen
+class Dense(Setup):
+    """A whole model without experts, for which there are no rules on Ascend."""
+
+    @property
+    def model(self) -> ModelConfig:
+        assert self.layers is not None
+        return evolve(model_config(self.layers, self.config), first_k_dense_replace=self.layers)
+
+    @property
+    def step(self) -> Step:
+        return super().step if self.layers is None else model_step(self.model, self.shape)
+
+    def _params(self, rank: int, seed: int) -> Any:
+        if self.layers is None:
+            return super()._params(rank, seed)
+        whole = checkpoint(self.model, seed)
+        return Loader(checkpoint=whole, rank=rank, ranks=self.ranks, dtype=DTYPES[self.dtype]).model()
+
+
+def setup(dtype: str, **sizes: Any) -> Setup:
+    if dtype == "fp32":
+        return Dense(dtype=dtype, **sizes)
+    return Dense(dtype=dtype, config=LATENT, block_size=16, **sizes)
+
+
+def body(run: Executable) -> OnStreams:
+    assert isinstance(run.body, OnStreams)
+    return run.body
+
+
+class Trial:
+    """A program compiled once, legal or not, to be run again and again on the same arguments."""
+
+    def __init__(self, backend: Backend, program: Program, setup: Setup, **batch: Any) -> None:
+        self.run = backend.compile(program, unchecked=True)
+        self.given = backend.put((setup.params(), setup.caches(), setup.hidden(), setup.batches(**batch)))
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Outputs and new caches of one step, on the host; the given caches stay as they are."""
+        params, caches, *rest = self.given
+        fresh = pytree.tree_map(lambda cache: cache.clone(), caches)
+        return [leaf.cpu() for leaf in pytree.tree_leaves(self.run(params, fresh, *rest))]
+
+
+def leaves(backend: Backend, program: Program, setup: Setup, **batch: Any) -> list[torch.Tensor]:
+    """Outputs and new caches of one step, on the host."""
+    return Trial(backend, program, setup, **batch)()
+
+
+def ascend(ranks: int) -> Backend:
+    return backends.get("ascend", ranks=ranks)
+
+
+def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))  # NaN is not equal to itself

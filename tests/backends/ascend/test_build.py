@@ -1,0 +1,116 @@
+"""How the emulated libraries are made and kept.  Nothing here needs torch_npu but what says so."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_fx.backends.ascend.emulator import build
+from mla_fx.backends.ascend.emulator.trampolines import assembly
+from mla_fx.effects import InputError
+
+NAMES = ["aclnnOne", "aclnnTwo"]
+
+
+def test_cache_follows_the_xdg_convention(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache() == tmp_path / "mla_fx"
+    for unusable in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unusable)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert build.cache() == tmp_path / ".cache" / "mla_fx"
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(InputError, match=r"compiler: .* needs a C\+\+ compiler \(g\+\+, clang\+\+, c\+\+\) on PATH"):
+        build.compiler()
+    monkeypatch.setenv("CXX", "my-compiler")
+    with pytest.raises(InputError, match=r"compiler: .* \(my-compiler\) on PATH: got none"):
+        build.compiler()
+
+
+def test_no_wheel(monkeypatch):
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"torch_npu: must be installed .*: pip install torch_npu==2\.13\.0"):
+        build.wheel()
+
+
+def test_unknown_machine():
+    with pytest.raises(InputError, match="machine: the emulator can be built on x86_64 and aarch64: got riscv64"):
+        assembly(NAMES, "riscv64")
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_slot_for_each_name(machine):
+    lines = assembly(NAMES, machine).splitlines()
+    for index, name in enumerate(NAMES):
+        start = lines.index(f"{name}:")
+        assert any(f"{8 * index}(" in line or f"#{8 * index}]" in line for line in lines[start + 1 : start + 5])
+    assert f"  .zero {8 * len(NAMES)}" in lines
+    with pytest.raises(InputError, match="operators: aarch64 has entry points for at most 4096: got 4097"):
+        assembly([f"n{k}" for k in range(4097)], "aarch64")
+
+
+@pytest.fixture
+def fresh(machine, monkeypatch, tmp_path) -> Path:
+    """An empty cache, where something can be built."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "mla_fx"
+
+
+def test_builds_once_for_what_it_is_made_of(fresh, monkeypatch):
+    folder = build.library_folder(NAMES)
+    assert set(NAMES) | {"aclnnMatmul"} <= set(build.entry_points(folder))  # ours, and what the wheel can ask for
+    assert {f"{name}.so" for name in build.LIBRARIES} <= {path.name for path in folder.iterdir()}
+    assert [path.name for path in fresh.iterdir()] == [folder.name]
+    compiled = []
+    monkeypatch.setattr(build, "_compile", lambda made, names: compiled.append(names))
+    assert build.library_folder(NAMES) == folder and compiled == []
+    assert build.library_folder([*NAMES, "aclnnThree"]) != folder and len(compiled) == 1
+    monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "9.9.9")
+    assert build.library_folder(NAMES) != folder and len(compiled) == 2
+
+
+def test_a_build_that_fails_leaves_nothing(fresh, monkeypatch):
+    """And says what the compiler said."""
+    monkeypatch.setattr(build, "assembly", lambda names, machine: "no such instruction\n")
+    with pytest.raises(InputError, match=r"compiler: .* must succeed: got status 1\n[\s\S]*no such instruction"):
+        build.library_folder(NAMES)
+    assert list(fresh.iterdir()) == []
+
+
+def test_the_second_of_two_builders_takes_what_the_first_made(fresh, monkeypatch):
+    def make(made, names):
+        (made / "entries.txt").write_text("first")
+
+    def slow(made, names):
+        (made / "entries.txt").write_text("second")
+        monkeypatch.setattr(build, "_compile", make)
+        build.library_folder(names)  # as another process, which is faster
+
+    monkeypatch.setattr(build, "_compile", slow)
+    folder = build.library_folder(NAMES)
+    assert build.entry_points(folder) == ["first"]
+    assert [path.name for path in fresh.iterdir()] == [folder.name]
+
+
+def test_aarch64_entries_are_assembly():
+    """They have not been run; where there is an assembler for it, it takes them."""
+    tool = shutil.which("aarch64-linux-gnu-as") or (shutil.which("as") if platform.machine() == "aarch64" else None)
+    if tool is None:
+        pytest.skip("no assembler for aarch64")
+    done = subprocess.run(
+        [tool, "-o", "/dev/null", "-"], input=assembly(NAMES, "aarch64"), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_sources_are_shipped():
+    """The C++ lies in the package, beside the modules."""
+    folder = Path(sys.modules[build.__name__].__file__ or "").resolve().parent
+    assert {path.name for path in folder.glob("*.cpp")} == set(build._SOURCES)

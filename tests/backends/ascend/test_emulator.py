@@ -1,0 +1,235 @@
+"""The emulated device below the real wheel: lateness, order, memory, faults, traces."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mla_fx.backends.ascend.emulator import emulate
+
+pytestmark = pytest.mark.usefixtures("emulator")
+
+
+def product(side, *, waits: bool, keeps: bool) -> bool:
+    """x is made on the main stream, used on the side stream, let go, and its memory used on main.  Right?"""
+    main = torch.npu.current_stream()
+    a, b = (torch.eye(64).roll(k, 0).npu() for k in (1, 3))
+    x = a @ b
+    if waits:
+        side.wait_event(main.record_event())
+    if keeps:
+        x.record_stream(side)
+    with torch.npu.stream(side):
+        y = x @ b
+        done = side.record_event()
+    del x
+    z = a + a
+    main.wait_event(done)
+    right = torch.equal(y.cpu(), torch.eye(64).roll(7, 0))
+    assert torch.equal(z.cpu(), 2 * torch.eye(64).roll(1, 0))
+    return right
+
+
+def test_a_missing_order_goes_wrong_and_a_right_one_never(emulator):
+    """The truth table of wait and record_stream, over seeds."""
+    side = torch.npu.Stream()
+    for waits in (True, False):
+        for keeps in (True, False):
+            results = []
+            for seed in range(24):
+                emulator.seed(seed)
+                results.append(product(side, waits=waits, keeps=keeps))
+            assert all(results) is (waits and keeps)
+
+
+def test_nothing_runs_before_the_host_waits(emulator):
+    with emulator.tracing() as trace:
+        x = torch.ones(4, device="npu") + 1
+        torch.npu.current_stream().query()
+        assert emulator.ran() == 0
+        assert x.cpu().tolist() == [2.0] * 4
+        assert emulator.ran() > 0
+    assert [task.name for task in trace if task.kind == "operator"] == ["aclnnInplaceOne", "aclnnAdds"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_memory_is_nan_until_written_and_again_when_given_back(emulator, dtype):
+    assert torch.empty(1000, dtype=dtype, device="npu").cpu().isnan().all()
+    torch.zeros(1000, dtype=dtype, device="npu").cpu()
+    emulator.seed(1)  # what the allocator held goes back to the device
+    assert torch.empty(1000, dtype=dtype, device="npu").cpu().isnan().all()
+
+
+def test_memory_that_is_given_back_too_early_is_read_as_nan(emulator):
+    """Below the wheel, whose allocator waits for the device before it gives memory back."""
+    runtime, kept, freed = emulator._runtime, ctypes.c_void_p(), ctypes.c_void_p()
+    for memory in (kept, freed):
+        assert runtime.aclrtMalloc(ctypes.byref(memory), ctypes.c_size_t(64), 0) == 0
+    ones = (ctypes.c_float * 16)(*[1.0] * 16)
+    size, on_device = ctypes.c_size_t(64), 3
+    assert runtime.aclrtMemcpy(freed, size, ones, size, on_device) == 0
+    assert runtime.aclrtMemcpyAsync(kept, size, freed, size, on_device, None) == 0
+    assert runtime.aclrtFree(freed) == 0
+    assert runtime.aclrtSynchronizeStream(None) == 0
+    assert all(value != value for value in (ctypes.c_float * 16).from_address(kept.value))
+    assert runtime.aclrtFree(kept) == 0
+
+
+def test_integers_are_garbage_until_written():
+    assert torch.empty(8, dtype=torch.int32, device="npu").cpu().tolist() == [-1] * 8
+
+
+def test_an_operator_ruins_its_result_as_it_begins(emulator):
+    """A reader that nobody made wait sees the old values, NaN, or the new ones."""
+    side = torch.npu.Stream()
+    seen = set()
+    for seed in range(40):
+        emulator.seed(seed)
+        x, y = torch.ones(4).npu(), torch.zeros(4, device="npu")
+        torch.npu.synchronize()
+        y.fill_(2.0)
+        with torch.npu.stream(side):
+            z = y + 0.0
+        torch.npu.synchronize()
+        del x
+        seen |= {str(value) for value in z.cpu().tolist()}
+    assert seen == {"0.0", "nan", "2.0"}
+
+
+def test_pinned_memory_is_read_late_and_pageable_memory_at_once(emulator):
+    """So a host that changes pinned memory too early is found out."""
+    source = torch.ones(4).pin_memory()
+    there = source.to("npu", non_blocking=True)
+    source.fill_(2)
+    assert there.cpu().tolist() == [2.0] * 4
+    source = torch.ones(4)
+    there = source.to("npu", non_blocking=True)
+    source.fill_(2)
+    assert there.cpu().tolist() == [1.0] * 4
+
+
+def test_events_say_what_has_run():
+    event, waiting = torch.npu.Event(), torch.npu.Stream()
+    torch.ones(4).npu()
+    x = torch.ones(4, device="npu") + 1
+    event.record()
+    assert not event.query()
+    waiting.wait_event(event)
+    waiting.synchronize()  # which needs what the event is behind
+    assert event.query()
+    assert x.cpu().tolist() == [2.0] * 4
+
+
+def test_a_wait_is_for_the_record_before_it(emulator):
+    """An event that is recorded anew, on another stream, while the first record has not been reached."""
+    first, second, waiting = (torch.npu.Stream() for _ in range(3))
+    event = torch.npu.Event()
+    for seed in range(16):
+        emulator.seed(seed)
+        x, y = torch.zeros(4, device="npu"), torch.zeros(4, device="npu")
+        torch.npu.synchronize()
+        with torch.npu.stream(first):
+            x.fill_(1.0)
+            event.record()
+        waiting.wait_event(event)
+        with torch.npu.stream(second):
+            y.fill_(1.0)
+            event.record()
+        with torch.npu.stream(waiting):
+            seen = x + 0.0
+        torch.npu.synchronize()
+        assert seen.cpu().tolist() == [1.0] * 4, f"seed {seed}"
+
+
+def test_trace_names_streams_events_bytes_and_casts(emulator):
+    side, event = torch.npu.Stream(), torch.npu.Event()
+    host = torch.arange(6, dtype=torch.int64)
+    with emulator.tracing() as trace:
+        x = host.to("npu", non_blocking=True)
+        y = torch.ones(2, 3, dtype=torch.bfloat16, device="npu")
+        event.record()
+        side.wait_event(event)
+        with torch.npu.stream(side):
+            z = y.to(torch.float32)
+        z.cpu(), x.cpu()
+    main = torch.npu.current_stream().npu_stream
+    by_kind = {task.kind: task for task in trace}
+    assert by_kind["to_device"].bytes_ == 48 and by_kind["to_device"].stream == main
+    records = [task for task in trace if task.kind == "record" and task.event == event.npu_event]
+    waits = [task for task in trace if task.kind == "wait" and task.event == event.npu_event]
+    assert [task.stream for task in records] == [main] and [task.stream for task in waits] == [side.npu_stream]
+    (cast,) = [task for task in trace if task.casts]
+    assert cast.stream == side.npu_stream and cast.bytes_ == 6 * 2 + 6 * 4
+    assert cast.operands == ((torch.bfloat16, (2, 3)),) and cast.results == ((torch.float32, (2, 3)),)
+    assert trace.index(records[0]) < trace.index(waits[0]) < trace.index(cast)
+    assert [task.bytes_ for task in trace if task.kind == "to_host"] == [24, 48]
+
+
+def test_a_fault_on_the_device_shows_at_the_next_wait_and_can_be_left_behind(emulator):
+    x = torch.ones(4, 2, device="npu")
+    torch.index_select(x, 0, torch.tensor([9]).npu())
+    with pytest.raises(RuntimeError, match="index out of range in self"):
+        emulator.synchronize()
+    with pytest.raises(RuntimeError, match="507011"):
+        x.cpu()  # a device that has faulted does nothing any more
+    emulator.recover()
+    assert (torch.ones(2, device="npu") + 1).cpu().tolist() == [2.0, 2.0]
+
+
+def test_an_operator_that_is_not_emulated_is_refused_at_the_call_by_its_name():
+    with pytest.raises(RuntimeError, match="aclnnAtanGetWorkspaceSize is not in the emulator's table of operators"):
+        torch.atan(torch.ones(2, device="npu"))
+    assert torch.ones(2, device="npu").cpu().tolist() == [1.0, 1.0]
+
+
+def test_it_is_one_machine_a_process(emulator):
+    assert emulate(seed=3) is emulator
+
+
+def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_torch_npu_without_cann_is_an_error_that_says_what_to_do():
+    """In a process that emulates nothing the wheel finds no CANN: that is what `get` is for to explain."""
+    done = in_a_process_of_its_own('from mla_fx import backends; backends.get("ascend")')
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert "InputError: backend: ascend needs torch_npu==2.13.0 (pip install 'mla-fx[ascend]') and CANN" in message
+    assert "mla_fx.backends.ascend.emulator.emulate() first: got " in message
+
+
+def test_nothing_imports_torch_npu_unasked():
+    code = """
+import sys
+import mla_fx.backends.ascend, mla_fx.backends.ascend.emulator, mla_fx.backends.torch_streams
+print([name for name in sys.modules if name.startswith("torch_npu")])
+"""
+    assert in_a_process_of_its_own(code).stdout == "[]\n"
+
+
+def test_too_late_to_emulate():
+    code = """
+import sys, types
+from mla_fx.backends.ascend.emulator import emulate
+sys.modules["torch_npu"] = types.ModuleType("torch_npu")
+emulate()
+"""
+    done = in_a_process_of_its_own(code)
+    assert "InputError: emulate: must be called before torch_npu is imported: got" in done.stderr
+
+
+def test_the_process_ends_in_peace():
+    """With tensors, streams and tasks that never ran."""
+    code = """
+from mla_fx.backends.ascend.emulator import emulate
+emulate()
+import torch
+side = torch.npu.Stream()
+with torch.npu.stream(side):
+    x = torch.ones(4, device="npu") + 1
+"""
+    done = in_a_process_of_its_own(code)
+    assert done.returncode == 0, done.stderr
