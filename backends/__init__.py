@@ -1,4 +1,4 @@
-"""Interpreters of programs, by name: `reference` (float64, the definition) and `cpu` (native dtypes)."""
+"""Interpreters by name: `reference` (float64, the definition), `cpu` (native dtypes), `ascend` (torch_npu)."""
 
 if __name__ != "mla_fx.backends":  # reached as a top-level name from the checkout
     raise ImportError(f"import this package as 'mla_fx.backends', not {__name__!r}")
@@ -24,9 +24,15 @@ def _cpu(ranks: int, adversary: int | None) -> Backend:
     return Backend("cpu", import_module("mla_fx.backends.cpu").RULES, ranks=ranks, adversary=adversary)
 
 
+def _ascend(ranks: int, adversary: int | None) -> Backend:
+    module = import_module("mla_fx.backends.ascend")
+    module.require_torch_npu()
+    return Backend("ascend", module.RULES, ranks=ranks, adversary=adversary, device="npu")
+
+
 #: Name to maker; a maker imports its rules when it is asked for, never before.
 NAMED: Final[Mapping[str, Callable[[int, int | None], Backend]]] = MappingProxyType(
-    {"reference": _reference, "cpu": _cpu}
+    {"reference": _reference, "cpu": _cpu, "ascend": _ascend}
 )
 
 
@@ -35,7 +41,9 @@ def get(name: str, *, ranks: int = 1, adversary: int | None = None) -> Backend:
 
     `adversary` is a seed: streams then run late and interleaved at random,
     memory is NaN until written and reused as early as the law allows.  The
-    same seed gives the same interleaving.  Raises `InputError` for an unknown name.
+    same seed gives the same interleaving.  On `ascend` that is for the emulator
+    to do (`mla_fx.backends.ascend.emulator`).  Raises `InputError` for an
+    unknown name, and for `ascend` where torch_npu is missing or finds no NPU.
     """
     if name not in NAMED:
         raise InputError(f"backend: must be one of {', '.join(NAMED)}: got {name!r}")

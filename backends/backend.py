@@ -4,7 +4,8 @@
 turned into a bound call, with nothing left to interpret.  In one process on
 the CPU, streams and events cost nothing (issue order is one of the legal
 orders), a launch is a call for each rank, a collective one call for all, and a
-drop lets go of the tensors.
+drop lets go of the tensors.  On a device with streams every effect is a call:
+see `mla_fx.backends.torch_streams`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,8 @@ from mla_fx.effects import Drop, InputError, Launch, Op, Program, check
 
 #: `rule(*operands, **params) -> results`, always a tuple.  A collective is called once for all ranks:
 #: `rule([operands of rank 0, ...], **params) -> [results of rank 0, ...]`.
+#: On a device with streams a collective's rule is a generator, and what an op `uses` is passed by its name
+#: (see `mla_fx.backends.torch_streams`).
 Rule = Callable[..., Any]
 Tree = TypeVar("Tree")
 
@@ -37,6 +40,7 @@ class Backend:
     `dtype` replaces the floating dtype of every program (the reference
     computes in "fp64"); None leaves programs as they are.  `adversary` is the
     seed of an adversarial run (see `mla_fx.backends.adversary`), None for a plain one.
+    `device` is the torch device whose streams run programs ("npu"), None for the host.
     """
 
     name: str
@@ -44,17 +48,20 @@ class Backend:
     ranks: int = 1
     dtype: str | None = None
     adversary: int | None = None
+    device: str | None = None
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.ranks, int) or self.ranks < 1:
             raise InputError(f"ranks: must be an integer of at least 1: got {self.ranks!r}")
+        if self.device and self.adversary is not None:
+            raise InputError(f"adversary: a run on {self.device} has none: got seed {self.adversary}")
 
     def with_rules(self, rules: Mapping[type[Op], Rule]) -> "Backend":
         """This backend with rules added or replaced."""
         return evolve(self, rules={**self.rules, **rules})
 
     def put(self, tree: Tree, *, copy: bool = False) -> Tree:
-        """A pytree of tensors as this backend takes it: floats in its dtype.  The rest is passed on.
+        """A pytree of tensors as this backend takes it: floats in its dtype, on its device.  The rest is passed on.
 
         `copy`: never share memory with `tree` (a cache, say, that two backends will update).
         """
@@ -62,8 +69,9 @@ class Backend:
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            wanted = DTYPES[self.dtype] if self.dtype and leaf.is_floating_point() else leaf.dtype
-            return leaf.to(wanted, copy=copy)
+            if not leaf.is_floating_point():
+                return leaf.to(leaf.dtype, copy=copy)  # integers are checked by value, on the host
+            return leaf.to(self.device or leaf.device, DTYPES[self.dtype] if self.dtype else leaf.dtype, copy=copy)
 
         moved: Tree = pytree.tree_map(move, tree)
         return moved
@@ -90,7 +98,12 @@ class Backend:
                     f"ranks: the program's {launch.op.name} is for a group of {launch.op.ranks}: "  # type: ignore[attr-defined]
                     f"got a backend of {self.ranks}"
                 )
-        if self.adversary is None:
+        body: Callable[..., tuple[Any, ...]]
+        if self.device:
+            from mla_fx.backends.torch_streams import on_streams  # which needs this module
+
+            body, source = on_streams(program, self, self.device)
+        elif self.adversary is None:
             body, source = straight_line(program, self)
         else:
             from mla_fx.backends.adversary import Adversary  # which needs this module

@@ -83,6 +83,8 @@ def _refused(put: Input, leaf: str, state: bool) -> str:
     if put.aval.dtype == "host":
         return f"type({leaf}) is not tuple or len({leaf}) != {put.aval.shape[0]}"
     wrong = f"{leaf}.shape != {put.aval.shape} or {leaf}.dtype is not {DTYPES[put.aval.dtype]}"
+    if put.aval.dtype not in FLOATS:
+        wrong += f" or {leaf}.device.type != 'cpu'"
     return f"{wrong} or not {leaf}.is_contiguous()" if state else wrong
 
 
@@ -98,6 +100,8 @@ def _wrong(put: Input, rank: int, leaf: Any) -> None:
         raise InputError(f"{where}: must have dtype {put.aval.dtype}: got {dtype}")
     if tuple(leaf.shape) != put.aval.shape:
         raise InputError(f"{where}: must have shape {put.aval.shape}: got {tuple(leaf.shape)}")
+    if put.aval.dtype not in FLOATS:
+        raise InputError(f"{where}: is checked by value and must be on the host: got device {leaf.device}")
     raise InputError(f"{where}: is updated in place and must be contiguous: got strides {leaf.stride()}")
 
 

@@ -1,0 +1,176 @@
+"""Attention over a latent: npu_fused_infer_attention_score in layout TND, or plain torch in float32.
+
+The operator takes bf16 and fp16, L = 512 with R = 64, one KV head, and 1, 2,
+4, .. 128 query heads; other head counts are padded with zeros and trimmed.  In
+float32, which it does not take, the same is computed with matrix products.
+
+It writes 0 and LSE = +inf where a row sees no key; here that is LSE = -inf.
+Which rows those are is decided by lengths, never by looking at an LSE, and
+rows that no request owns (padding) are not passed to it at all.
+Source: op-plugin and CANN 9.1 (ops-transformer), as far as public.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mla_fx.backends.torch_streams import Scratch
+from mla_fx.effects import InputError
+
+#: Query heads that the operator takes for L = 512.
+HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+LATENT, ROPE = 512, 64
+_MASK = 2048
+
+
+@cache
+def causal_mask(device: torch.device) -> torch.Tensor:
+    """The operator's template for sparse_mode 3: 2048 x 2048, set strictly above the diagonal.
+
+    Made once; the copy blocks, so that any stream may read it from then on.
+    """
+    return torch.ones(_MASK, _MASK, dtype=torch.bool).triu_(1).to(device)
+
+
+def takes(query: torch.Tensor) -> bool:
+    """Whether this is for the operator, whose sizes then must hold; float32 is for plain torch.
+
+    Raises `InputError` for any other dtype.
+    """
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InputError(f"q_latent: on ascend must be bf16, fp16 or fp32: got {query.dtype}")
+    return query.dtype != torch.float32
+
+
+def check_sizes(q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
+    """L, R and the heads of the operator; raises `InputError`."""
+    for name, got, wanted in (("L", q_latent.shape[2], LATENT), ("R", q_rope.shape[2], ROPE)):
+        if got != wanted:
+            raise InputError(
+                f"{name}: attention on ascend in {q_latent.dtype} needs {wanted} (other sizes run in fp32): got {got}"
+            )
+    if not 1 <= q_latent.shape[1] <= HEADS[-1]:
+        raise InputError(f"heads: attention on ascend takes 1 to {HEADS[-1]}: got {q_latent.shape[1]}")
+
+
+def fused(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    lengths: Sequence[int],
+    keys: Sequence[int],
+    workspace: Scratch,
+    **how: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`q_latent` [T, H, L], `q_rope` [T, H, R] -> output [T, H, L] and LSE [T, H].
+
+    Request b has the next `lengths[b]` queries and sees `keys[b]` keys; the
+    operator gets them as `actual_seq_lengths_kv`, where it wants them cumulative
+    (without paging) `how` says so.  `how` is passed on: scale, mask, paging.
+    """
+    tokens, heads = q_latent.shape[:2]
+    out, lse = torch.empty_like(q_latent), q_latent.new_empty((tokens, heads), dtype=torch.float32)
+    real = sum(lengths)
+    if real:
+        size = next(count for count in HEADS if count >= heads)
+        queries = [_padded(part, size) for part in (q_latent, q_rope)]
+        into = (out, lse) if size == heads else (torch.empty_like(queries[0]), lse.new_empty((tokens, size)))
+        _call(queries, (latent, k_rope), [part[:real] for part in into], lengths, keys, workspace, how)
+        if size != heads:
+            out.copy_(into[0][:, :heads])
+            lse.copy_(into[1][:, :heads])
+    if real < tokens:
+        out[real:].zero_()
+    for start, end in _blind(lengths, keys, tokens):
+        lse[start:end].fill_(-math.inf)
+    return out, lse
+
+
+def _padded(query: torch.Tensor, size: int) -> torch.Tensor:
+    """`query` [T, heads, D] with zeros behind its heads: [T, size, D]."""
+    heads = query.shape[1]
+    if heads == size:
+        return query.contiguous()
+    padded = query.new_zeros((query.shape[0], size, query.shape[2]))
+    padded[:, :heads].copy_(query)
+    return padded
+
+
+def _call(
+    queries: Sequence[torch.Tensor],
+    stored: tuple[torch.Tensor, torch.Tensor],
+    into: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    keys: Sequence[int],
+    workspace: Scratch,
+    how: dict[str, Any],
+) -> None:
+    """The operator, on the tokens that requests own.  Its scratch is the program's, not one it gets for itself."""
+    npu = torch.ops.npu
+    ends = list(accumulate(lengths))
+    paged = "block_table" in how
+    options = {
+        "num_heads": queries[0].shape[1],
+        "num_key_value_heads": 1,  # the default means as many as query heads
+        "input_layout": "TND",
+        "softmax_lse_flag": True,
+        **how,
+    }
+
+    def given(tokens: int, ends: list[int], kv: list[int]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        query, rope = (part[:tokens] for part in queries)
+        latent, k_rope = stored if paged else (part[:tokens] for part in stored)
+        lists = {"actual_seq_lengths": ends, "actual_seq_lengths_kv": kv}
+        return [query, latent, latent], {"query_rope": rope, "key_rope": k_rope, **lists, **options}
+
+    def largest() -> torch.Tensor:  # for all T tokens, whatever the lengths of this step
+        whole = [*ends[:-1], queries[0].shape[0]]
+        tensors, named = given(whole[-1], whole, list(keys) if paged else whole)
+        room: torch.Tensor = npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **named)
+        return room
+
+    tensors, named = given(ends[-1], ends, list(keys) if paged else ends)
+    table = tuple(how["block_table"].shape) if paged else ()
+    room = workspace.room((queries[0].shape, queries[0].dtype, stored[0].shape, table), largest)
+    out, lse = into
+    npu.npu_fused_infer_attention_score.out(*tensors, **named, workspace=room, out=[out, lse.unsqueeze(-1)])
+
+
+def _blind(lengths: Sequence[int], keys: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    """Runs of rows that see no key, [start, end): those of requests without keys, and padding."""
+    runs: list[tuple[int, int]] = []
+    end = 0
+    for count, seen in [*zip(lengths, keys, strict=True), (tokens - sum(lengths), 0)]:
+        start, end = end, end + count
+        if count and not seen:
+            joined = runs.pop()[0] if runs and runs[-1][1] == start else start
+            runs.append((joined, end))
+    return runs
+
+
+def plain(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    scale: float,
+    hidden: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request: queries [S, H, ...] over keys [K, ...], K > 0, of which `hidden` [S, K] are masked out."""
+    scores = (torch.matmul(q_latent, latent.t()) + torch.matmul(q_rope, k_rope.t())) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    return torch.matmul(torch.exp(scores - lse.unsqueeze(-1)), latent), lse
+
+
+def unseen(q_latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output 0 and LSE -inf for all queries, to be filled in for those that see keys."""
+    return torch.zeros_like(q_latent), q_latent.new_full(q_latent.shape[:2], -math.inf)

@@ -1,0 +1,38 @@
+"""Ascend rule of `ops.CurrentAttention`: the new tokens as keys without paging, the causal template as mask."""
+
+from typing import Any
+
+import torch
+
+from mla_fx.backends.ascend.calls.attention import causal_mask, check_sizes, fused, plain, takes, unseen
+from mla_fx.backends.torch_streams import Scratch
+
+
+def rule(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    query_lengths: tuple[int, ...],
+    *,
+    scale: float,
+    workspace: Scratch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without paging both length lists are cumulative and equal: a request's keys are its new tokens."""
+    if takes(q_latent):
+        check_sizes(q_latent, q_rope)
+        keys = [part.contiguous().unsqueeze(1) for part in (latent, k_rope)]
+        mask = causal_mask(q_latent.device)
+        how: dict[str, Any] = {"scale": scale, "atten_mask": mask, "sparse_mode": 3}
+        return fused(q_latent, q_rope, *keys, lengths=query_lengths, keys=query_lengths, workspace=workspace, **how)
+    cur, lse = unseen(q_latent)
+    end = 0
+    for length in query_lengths:
+        start, end = end, end + length
+        if length:
+            rows = slice(start, end)
+            hidden = torch.ones((length, length), dtype=torch.bool, device=latent.device).triu(1)
+            cur[rows], lse[rows] = plain(
+                q_latent[rows], q_rope[rows], latent[rows], k_rope[rows], scale=scale, hidden=hidden
+            )
+    return cur, lse

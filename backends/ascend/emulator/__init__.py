@@ -1,0 +1,47 @@
+"""An emulated CANN: the unmodified torch_npu wheel on a machine without an NPU.
+
+    from mla_fx.backends.ascend.emulator import emulate
+
+    emulator = emulate(seed=7)              # before torch_npu is imported
+    backend = backends.get("ascend", ranks=4)
+
+The wheel's allocator, streams, events, `record_stream`, host queue, dispatcher
+and argument checks are the real ones.  Below them, device memory is host
+memory, streams run as late as they may and interleaved by a seed, and
+operators are a few lines of torch each, with the refusals of the real ones.
+Nothing here says how fast an NPU is, and nothing here has been compared with one.
+"""
+
+import os
+import sys
+from functools import cache
+
+from mla_fx.backends.ascend.emulator.build import build
+from mla_fx.backends.ascend.emulator.machine import Machine as Machine
+from mla_fx.backends.ascend.emulator.machine import Traced as Traced
+from mla_fx.backends.ascend.emulator.machine import entry_points
+from mla_fx.backends.ascend.emulator.operators import OPERATORS
+from mla_fx.effects import InputError
+
+
+@cache
+def _machine() -> Machine:
+    return Machine(build(entry_points(OPERATORS)), OPERATORS)
+
+
+def emulate(*, seed: int = 0) -> Machine:
+    """Put the emulated CANN under torch_npu in this process, for good, and import torch_npu over it.
+
+    The first call compiles the libraries unless they are in the cache; later
+    calls return the same machine with another seed.  Raises `InputError` when
+    torch_npu is missing or was imported before, or when nothing can be compiled.
+    """
+    if not _machine.cache_info().currsize:
+        if "torch_npu" in sys.modules:
+            raise InputError("emulate: must be called before torch_npu is imported: got it imported over another CANN")
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # for processes that are started from here
+    machine = _machine()
+    import torch_npu  # noqa: F401
+
+    machine.seed(seed)
+    return machine

@@ -1,0 +1,146 @@
+"""The emulated CANN libraries, compiled on first use into a cache.
+
+Decided here: what is built, from what, and where it is kept.  The wheel links
+to nine libraries by name.  `libascendcl.so` is the runtime, `libopapi.so` the
+operators' entry points; the others are empty and only satisfy the loader.
+What the wheel asks for and `runtime.cpp` does not define is a weak function
+that returns 0, so that a call which matters and is missing shows at that call.
+
+A build lies in `$XDG_CACHE_HOME/mla_fx` (`~/.cache/mla_fx`), in a folder named
+by the hash of everything it was made from; it appears there complete or not at
+all, so that processes may race for it.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from mla_fx.backends.ascend.emulator.trampolines import assembly
+from mla_fx.effects import InputError
+
+_HERE = Path(__file__).parent
+_SOURCES = ("runtime.cpp", "descriptors.cpp")
+#: In the order in which they must be loaded.
+LIBRARIES: Final = (
+    "libascendcl",
+    "libopapi",
+    "libhccl",
+    "libacl_op_compiler",
+    "libge_runner",
+    "libgraph",
+    "libatb",
+    "libacl_tdt_channel",
+    "libnnopbase",
+)
+_RUNTIME_NAME = re.compile(r"(acl(?!nn)|Hccl|Msprof|rt[A-Z])\w*")
+_LOOKED_UP = re.compile(rb"(?<=\0)(?:aclrt|aclprof|aclmdl|aclop|aclsys|aclGet|aclSet|aclQuery)\w+(?=\0)")
+
+
+def wheel() -> Path:
+    """The folder of the installed torch_npu; raises `InputError`.  Does not import it."""
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError("torch_npu: must be installed to be emulated under: pip install torch_npu==2.13.0")
+    return Path(spec.submodule_search_locations[0])
+
+
+def compiler() -> str:
+    """A C++ compiler: $CXX, else the first of g++, clang++ and c++; raises `InputError`."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise InputError(
+            f"compiler: the emulator is compiled on first use and needs a C++ compiler ({', '.join(names)}) on PATH: "
+            "got none; install one (Debian, Ubuntu: g++) or name it in CXX"
+        )
+    return found
+
+
+def cache() -> Path:
+    """Where builds are kept."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "mla_fx"
+
+
+def build(names: Sequence[str]) -> Path:
+    """The folder of the libraries whose operators' entry points are `names`, built unless it is there.
+
+    Raises `InputError` when there is no wheel, no compiler, or the compiler fails.
+    """
+    made_from = hashlib.sha256()
+    for part in (*(_HERE / name for name in _SOURCES), Path(__file__), _HERE / "trampolines.py"):
+        made_from.update(part.read_bytes())
+    version = importlib.metadata.version("torch_npu")
+    for text in (version, platform.machine(), sys.platform, compiler(), *names):
+        made_from.update(f"{text}\0".encode())
+    folder = cache() / f"emulated-cann-{made_from.hexdigest()[:20]}"
+    if not folder.is_dir():
+        cache().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as temporary:
+            made = Path(temporary) / "lib"
+            made.mkdir()
+            _compile(made, names)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first, with the same content
+                    raise
+    return folder
+
+
+def _compile(folder: Path, names: Sequence[str]) -> None:
+    """Compile all libraries into `folder`."""
+    root = wheel()
+    runtime = (_HERE / "runtime.cpp").read_text()
+    missing = sorted(name for name in _asked_for(root) if f" {name}(" not in runtime)
+    weak = "".join(f"int {n}() __attribute__((weak)); int {n}() {{ return 0; }}\n" for n in missing)
+    (folder / "absent.cpp").write_text(f'extern "C" {{\n{weak}}}\n')
+    (folder / "entries.s").write_text(assembly(names, platform.machine()))
+    (folder / "empty.cpp").write_text("")
+    sources: dict[str, list[str | Path]] = {
+        "libascendcl": [f"-I{root / 'include'}", _HERE / "runtime.cpp", folder / "absent.cpp"],
+        "libopapi": [folder / "entries.s", _HERE / "descriptors.cpp"],
+    }
+    for library in LIBRARIES:
+        linked = [] if library == "libascendcl" else ["-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]
+        _run(
+            [compiler(), "-w", "-O1", "-std=c++17", "-shared", "-fPIC"],
+            [*sources.get(library, [folder / "empty.cpp"]), *linked],
+            ["-o", folder / f"{library}.so", f"-Wl,-soname,{library}.so"],
+        )
+
+
+def _asked_for(root: Path) -> set[str]:
+    """Runtime functions that the wheel links to, or looks up by a name that stands in it."""
+    names: set[str] = set()
+    for library in (*root.glob("lib/*.so"), *root.glob("_C*.so")):
+        content = library.read_bytes()
+        names |= {name.decode() for name in _LOOKED_UP.findall(content)}
+        names |= set(_undefined(library))
+    return {name for name in names if _RUNTIME_NAME.fullmatch(name)}
+
+
+def _undefined(library: Path) -> list[str]:
+    """Symbols that a shared library needs from others."""
+    tool = shutil.which("nm")
+    if tool is None:
+        raise InputError("compiler: the emulator needs nm beside the C++ compiler: got none; install binutils")
+    listing = subprocess.run([tool, "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+    return re.findall(r" U (\w+)", listing.stdout)
+
+
+def _run(*parts: Sequence[str | Path]) -> None:
+    command = [str(word) for part in parts for word in part]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(f"compiler: {' '.join(command)} must succeed: got status {done.returncode}\n{done.stderr}")

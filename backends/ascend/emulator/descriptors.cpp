@@ -1,0 +1,103 @@
+// The descriptors that aclnn operators receive (part of libopapi.so), laid out for Python to read.
+//
+// The wheel destroys them as soon as the launch returns, so they are read when the workspace size is asked for.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+extern "C" {
+
+struct Tensor {
+  int64_t axes, dtype, offset;
+  void* memory;
+  int64_t shape[8], strides[8];
+};
+
+struct Array {
+  int64_t length;
+  int64_t values[1];
+};
+
+struct Scalar {
+  int64_t dtype;
+  char bytes[16];
+};
+
+void* aclCreateTensor(const int64_t* shape, uint64_t axes, int dtype, const int64_t* strides, int64_t offset, int,
+                      const int64_t*, uint64_t, void* memory) {
+  auto* made = static_cast<Tensor*>(calloc(1, sizeof(Tensor)));
+  made->axes = axes;
+  made->dtype = dtype;
+  made->offset = offset;
+  made->memory = memory;
+  for (uint64_t axis = 0; axis < axes; axis++) {
+    made->shape[axis] = shape[axis];
+    made->strides[axis] = strides ? strides[axis] : 0;
+  }
+  return made;
+}
+
+static void* array(const void* values, uint64_t length) {
+  auto* made = static_cast<Array*>(malloc(sizeof(int64_t) * (length + 1)));
+  made->length = length;
+  memcpy(made->values, values, sizeof(int64_t) * length);
+  return made;
+}
+
+void* aclCreateIntArray(const int64_t* values, uint64_t length) { return array(values, length); }
+void* aclCreateTensorList(void* const* values, uint64_t length) { return array(values, length); }
+
+void* aclCreateBoolArray(const bool* values, uint64_t length) {
+  auto* made = static_cast<Array*>(calloc(1, sizeof(int64_t) * (length + 1)));
+  made->length = length;
+  for (uint64_t index = 0; index < length; index++) made->values[index] = values[index];
+  return made;
+}
+
+// Bytes of a scalar by ACL dtype: 64-bit numbers, then the 16-bit and 8-bit ones; 32 bits otherwise.
+static size_t size_of(int dtype) {
+  switch (dtype) {
+    case 9: case 10: case 11: return 8;
+    case 1: case 6: case 7: case 27: return 2;
+    case 2: case 4: case 12: return 1;
+    default: return 4;
+  }
+}
+
+void* aclCreateScalar(void* value, int dtype) {
+  auto* made = static_cast<Scalar*>(calloc(1, sizeof(Scalar)));
+  made->dtype = dtype;
+  memcpy(made->bytes, value, size_of(dtype));
+  return made;
+}
+
+int aclDestroyTensor(const void* tensor) { free(const_cast<void*>(tensor)); return 0; }
+
+int aclDestroyTensorList(const void* list) {
+  if (list)
+    for (int64_t index = 0; index < static_cast<const Array*>(list)->length; index++)
+      free(reinterpret_cast<void*>(static_cast<const Array*>(list)->values[index]));
+  free(const_cast<void*>(list));
+  return 0;
+}
+
+int aclDestroyIntArray(const void* list) { free(const_cast<void*>(list)); return 0; }
+int aclDestroyBoolArray(const void* list) { free(const_cast<void*>(list)); return 0; }
+int aclDestroyScalar(const void* scalar) { free(const_cast<void*>(scalar)); return 0; }
+int InitHugeMemThreadLocal(void*, bool) { return 0; }
+int UnInitHugeMemThreadLocal(void*, bool) { return 0; }
+int ReleaseHugeMem(void*, bool) { return 0; }
+
+// A launch: the runtime calls Python when the operator's turn has come.
+using Run = int (*)(int64_t executor, int phase, void* workspace, uint64_t bytes);
+void emulator_enqueue(void* stream, Run run, int64_t executor, void* workspace, uint64_t bytes);
+
+static Run python;
+void emulator_python(Run run) { python = run; }
+
+int emulator_launch(void* workspace, uint64_t bytes, void* executor, void* stream) {
+  emulator_enqueue(stream, python, reinterpret_cast<int64_t>(executor), workspace, bytes);
+  return 0;
+}
+
+}  // extern "C"

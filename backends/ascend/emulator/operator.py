@@ -1,0 +1,89 @@
+"""What an emulated operator is: a signature, what it refuses, and what it computes on host memory.
+
+Device memory is host memory, so an operator is plain torch on CPU tensors
+that lie where the device's do.  A signature has a word for each argument, in
+the order in which the wheel passes them:
+
+    T  tensor, or None          O  tensor that is only written
+    L  list of tensors          I  list of integers, or None
+    S  number                   s  text, or None
+    i8 i32 i64  integer         d  double        b  bool
+
+An operator begins and ends in two moves, and others may move in between.  When
+it begins, what it only writes becomes NaN; an operator with scratch puts its
+operands there, and has nothing else to read when it ends.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+
+#: `aclnn` status codes, as the wheel reports them.
+NULL_ARGUMENT, INVALID_ARGUMENT, TILING_REFUSED = 161001, 161002, 561002
+
+
+class RefusedError(Exception):
+    """What the real operator does not take; reaches the caller as the wheel's RuntimeError with this message."""
+
+    def __init__(self, message: str, status: int = INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def require(holds: bool, message: str, status: int = INVALID_ARGUMENT) -> None:
+    """Raise `RefusedError` unless `holds`."""
+    if not holds:
+        raise RefusedError(message, status)
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
+
+
+def _no_scratch(*arguments: Any) -> int:
+    return 0
+
+
+@frozen
+class Operator:
+    """An operator: `run(*arguments)`, and before it `check(*arguments)`, which may raise `RefusedError`.
+
+    `scratch(*arguments)` is the bytes of workspace it asks for.  Where that is
+    not 0, `begin` and `run` get the workspace, a uint8 tensor, as first argument.
+    """
+
+    signature: str
+    run: Callable[..., Any]
+    check: Callable[..., None] = _nothing
+    scratch: Callable[..., int] = _no_scratch
+    begin: Callable[..., None] = _nothing
+
+    @property
+    def kinds(self) -> list[str]:
+        """The signature's words."""
+        return self.signature.split()
+
+
+def poison(written: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    """Make what is only written NaN (integers: -1), except where it is an operand too."""
+    for tensor in written:
+        if tensor.numel() and not any(_overlap(tensor, other) for other in read):
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            elif tensor.dtype != torch.bool:
+                tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether the address ranges of two tensors meet; gaps between rows count as touched."""
+
+    def ends(tensor: torch.Tensor) -> tuple[int, int]:
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size()
+
+    if not left.numel() or not right.numel():
+        return False
+    (a, b), (c, d) = ends(left), ends(right)
+    return a < d and c < b

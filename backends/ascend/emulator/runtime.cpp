@@ -1,0 +1,388 @@
+// An emulated CANN runtime (libascendcl.so) for the unmodified torch_npu wheel, on a machine without an NPU.
+//
+// Device memory is host memory: NaN when it is given out, NaN again when it is given back.  A stream is a queue of
+// tasks, and nothing runs when it is enqueued.  Tasks run only while the host waits, one at a time; the next one is
+// drawn by a seed among the heads of all streams that no event holds back.  So a program sees only the order that
+// its streams and events guarantee, as late as a device may be, and a seed replays what happened.
+//
+// Even seeds draw uniformly.  The others give streams priorities, so that one is kept back for as long as events allow;
+// every other one of them changes a priority now and then.  A trace, where one is asked for, has every task that ran: operators, copies, records, waits.
+#include "acl/acl.h"
+#include "acl/acl_op_compiler.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+enum Kind : int64_t { OPERATOR, RECORD, WAIT, TO_DEVICE, TO_HOST, ON_DEVICE, FILL };
+
+struct Entry {
+  int64_t kind, stream, subject, bytes;  // subject: executor of an operator, identity of an event
+};
+
+struct Event {
+  uint64_t recorded = 0, completed = 0;  // a wait is for the record that was the last one when it was enqueued
+};
+
+struct Task {
+  Entry entry;
+  std::function<bool()> run;  // false: a fault on the device
+  bool traced = true;
+  Event* wait = nullptr;
+  uint64_t ticket = 0;
+};
+
+struct Stream {
+  int32_t id;
+  double priority;
+  std::deque<Task> queue;
+};
+
+constexpr aclError kFault = 507011, kOutOfMemory = 207001;
+
+// Never destroyed: the wheel calls into the runtime while the process ends, in an order nobody promises.
+struct Machine {
+  std::recursive_mutex queues;  // streams and their queues; short
+  std::recursive_mutex driver;  // held by the one thread that runs tasks
+  std::vector<Stream*> streams;
+  std::mt19937_64 draw{0};
+  uint64_t seed = 0;
+  std::vector<Entry> trace;
+  bool tracing = false;
+  std::map<const char*, size_t> pinned, device;
+  std::string message = "emulated CANN";
+  bool faulted = false;
+  int32_t current = 0;
+};
+Machine& m = *new Machine;
+int context_object = 0;
+
+void note(const Entry& entry) {
+  if (m.tracing) m.trace.push_back(entry);
+}
+
+double fraction() { return std::uniform_real_distribution<double>(0, 1)(m.draw); }
+
+bool runnable(const Stream* stream) {
+  if (stream->queue.empty()) return false;
+  const Task& task = stream->queue.front();
+  return !task.wait || task.wait->completed >= task.ticket;
+}
+
+Stream* choose(const std::vector<Stream*>& ready) {
+  if (m.seed % 2 == 0) return ready[m.draw() % ready.size()];
+  Stream* first = ready[0];
+  for (Stream* stream : ready)
+    if (stream->priority > first->priority) first = stream;
+  if (m.seed % 4 == 3 && m.draw() % 64 == 0) first->priority = fraction() - 1;  // behind all that were never sent back
+  return first;
+}
+
+// Run tasks until `done`.  False: a fault, or a deadlock (every stream waits).
+bool drive(const std::function<bool()>& done) {
+  std::lock_guard<std::recursive_mutex> alone(m.driver);
+  for (;;) {
+    Task task;
+    {
+      std::lock_guard<std::recursive_mutex> guard(m.queues);
+      if (m.faulted) return false;
+      if (done()) return true;
+      std::vector<Stream*> ready;
+      for (Stream* stream : m.streams)
+        if (runnable(stream)) ready.push_back(stream);
+      if (ready.empty()) {
+        m.message = "emulated CANN: deadlock, every stream waits for an event";
+        m.faulted = true;
+        return false;
+      }
+      Stream* stream = choose(ready);
+      task = std::move(stream->queue.front());
+      stream->queue.pop_front();
+      if (task.traced) note(task.entry);
+    }
+    if (task.run && !task.run()) m.faulted = true;
+  }
+}
+
+Stream* stream_of(aclrtStream handle) {
+  static Stream* null_stream = [] {
+    auto* made = new Stream{0, fraction(), {}};
+    m.streams.push_back(made);
+    return made;
+  }();
+  return handle ? static_cast<Stream*>(handle) : null_stream;
+}
+
+void enqueue(aclrtStream handle, Task task) {
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  task.entry.stream = reinterpret_cast<int64_t>(handle);
+  stream_of(handle)->queue.push_back(std::move(task));
+}
+
+bool idle(aclrtStream handle) { return stream_of(handle)->queue.empty(); }
+
+bool all_idle() {
+  for (Stream* stream : m.streams)
+    if (!stream->queue.empty()) return false;
+  return true;
+}
+
+void* allocate(std::map<const char*, size_t>& where, size_t bytes) {
+  size_t rounded = (bytes + 511) / 512 * 512;
+  auto* found = static_cast<char*>(aligned_alloc(512, rounded));
+  if (!found) return nullptr;
+  memset(found, 0xff, rounded);  // NaN in every floating dtype, -1 in every signed one
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  where[found] = rounded;
+  return found;
+}
+
+void release(std::map<const char*, size_t>& where, void* memory) {
+  if (!memory) return;
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  auto found = where.find(static_cast<char*>(memory));
+  if (found == where.end()) return;
+  memset(memory, 0xff, found->second);
+  where.erase(found);
+  free(memory);
+}
+
+bool inside(const std::map<const char*, size_t>& where, const void* memory) {
+  auto next = where.upper_bound(static_cast<const char*>(memory));
+  if (next == where.begin()) return false;
+  --next;
+  return static_cast<const char*>(memory) < next->first + next->second;
+}
+
+Kind kind_of(aclrtMemcpyKind kind) {
+  if (kind == ACL_MEMCPY_HOST_TO_DEVICE) return TO_DEVICE;
+  return kind == ACL_MEMCPY_DEVICE_TO_HOST ? TO_HOST : ON_DEVICE;
+}
+
+}  // namespace
+
+extern "C" {
+
+// --- for the operator library and for Python ---------------------------------
+
+using Run = int (*)(int64_t executor, int phase, void* workspace, uint64_t bytes);
+
+// Defer an operator to a stream: it begins (phase 0) and ends (phase 1), and other streams may move in between.
+void emulator_enqueue(aclrtStream stream, Run run, int64_t executor, void* workspace, uint64_t bytes) {
+  Entry entry{OPERATOR, 0, executor, 0};
+  for (int phase = 0; phase < 2; phase++)
+    enqueue(stream, {entry, [=] { return run(executor, phase, workspace, bytes) == 0; }, phase == 0});
+}
+
+void emulator_seed(uint64_t seed) {
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  m.seed = seed;
+  m.draw.seed(seed);
+  for (Stream* stream : m.streams) stream->priority = fraction();
+}
+
+void emulator_message(const char* message) { m.message = message; }
+int64_t emulator_trace_length() { return static_cast<int64_t>(m.trace.size()); }
+const void* emulator_trace_entries() { return m.trace.data(); }
+
+void emulator_trace(int on) {
+  m.tracing = on;
+  m.trace.clear();
+}
+
+// After a fault nothing runs any more, as on a device; this throws away what waits and starts afresh.
+int emulator_recover() {
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  if (!m.faulted) return 0;
+  for (Stream* stream : m.streams) {
+    for (Task& task : stream->queue)
+      if (task.entry.kind == RECORD) task.run();  // so that nobody waits for ever for what was thrown away
+    stream->queue.clear();
+  }
+  m.faulted = false;
+  return 1;
+}
+
+// An operator that is not in Python's table: the wheel then takes an older way, by the operator's type, and ends here.
+static aclError absent(const char* type) {
+  m.message = std::string("emulated CANN: operator ") + type + " is not in the emulator's table";
+  return 500001;
+}
+
+aclError aclopCompileAndExecute(const char* type, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
+                                const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*,
+                                aclopEngineType, aclopCompileType, const char*, aclrtStream) {
+  return absent(type);
+}
+
+aclError aclopCompileAndExecuteV2(const char* type, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
+                                  aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
+                                  aclrtStream) {
+  return absent(type);
+}
+
+// --- what is asked about the platform ------------------------------------------
+
+const char* aclrtGetSocName() { return "Ascend910B1"; }  // an A2 that the wheel knows
+const char* aclGetRecentErrMsg() { return m.message.c_str(); }
+aclError aclInit(const char*) { return 0; }
+aclError aclFinalize() { return 0; }
+int aclDestroyAclOpExecutor(void*) { return 0; }
+
+aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
+  memset(version, 0, sizeof *version);  // 8.1 or later, or the wheel refuses rope operands of attention
+  strcpy(version->version, "8.5.0");
+  strcpy(version->majorVersion, "8");
+  strcpy(version->minorVersion, "5");
+  strcpy(version->releaseVersion, "0");
+  return 0;
+}
+
+size_t aclGetCompileoptSize(aclCompileOpt) { return 16; }
+
+aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) {
+  strncpy(value, "disable", size);  // no just-in-time graphs: operators are called by their aclnn names
+  return 0;
+}
+
+aclError aclrtGetDeviceCount(uint32_t* count) { *count = 1; return 0; }
+aclError aclrtSetDevice(int32_t device) { m.current = device; return 0; }
+aclError aclrtResetDevice(int32_t) { return 0; }
+aclError aclrtGetDevice(int32_t* device) { *device = m.current; return 0; }
+aclError aclrtGetCurrentContext(aclrtContext* context) { *context = &context_object; return 0; }
+aclError aclrtSetCurrentContext(aclrtContext) { return 0; }
+aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t* value) { *value = 24; return 0; }
+
+aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free_bytes, size_t* total) {
+  *free_bytes = 32ull << 30;
+  *total = 64ull << 30;
+  return 0;
+}
+
+// --- memory ----------------------------------------------------------------------
+
+aclError aclrtMalloc(void** memory, size_t bytes, aclrtMemMallocPolicy) {
+  *memory = allocate(m.device, bytes);
+  return *memory ? 0 : kOutOfMemory;
+}
+
+aclError aclrtMallocAlign32(void** memory, size_t bytes, aclrtMemMallocPolicy policy) {
+  return aclrtMalloc(memory, bytes, policy);
+}
+
+aclError aclrtFree(void* memory) { release(m.device, memory); return 0; }
+
+aclError aclrtMallocHost(void** memory, size_t bytes) {
+  *memory = allocate(m.pinned, bytes);
+  return *memory ? 0 : kOutOfMemory;
+}
+
+aclError aclrtFreeHost(void* memory) { release(m.pinned, memory); return 0; }
+
+aclError aclrtMemcpy(void* to, size_t, const void* from, size_t bytes, aclrtMemcpyKind kind) {
+  memcpy(to, from, bytes);
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  note({kind_of(kind), 0, 0, static_cast<int64_t>(bytes)});
+  return 0;
+}
+
+aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream) {
+  Entry entry{kind_of(kind), 0, 0, static_cast<int64_t>(bytes)};
+  bool pageable;
+  {
+    std::lock_guard<std::recursive_mutex> guard(m.queues);
+    pageable = kind == ACL_MEMCPY_HOST_TO_DEVICE && !inside(m.pinned, from);
+  }
+  if (pageable) {  // read before the call returns, as from memory that may be paged out
+    std::string held(static_cast<const char*>(from), bytes);
+    enqueue(stream, {entry, [=] { memcpy(to, held.data(), bytes); return true; }});
+  } else {
+    enqueue(stream, {entry, [=] { memcpy(to, from, bytes); return true; }});
+  }
+  return 0;
+}
+
+aclError aclrtMemset(void* to, size_t, int32_t value, size_t bytes) { memset(to, value, bytes); return 0; }
+
+aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t bytes, aclrtStream stream) {
+  enqueue(stream, {{FILL, 0, 0, static_cast<int64_t>(bytes)}, [=] { memset(to, value, bytes); return true; }});
+  return 0;
+}
+
+// --- streams ---------------------------------------------------------------------
+
+aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  stream_of(nullptr);
+  auto* made = new Stream{static_cast<int32_t>(m.streams.size()), fraction(), {}};
+  m.streams.push_back(made);
+  *stream = made;
+  return 0;
+}
+
+aclError aclrtCreateStream(aclrtStream* stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
+aclError aclrtDestroyStream(aclrtStream) { return 0; }
+aclError aclrtDestroyStreamForce(aclrtStream) { return 0; }
+aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) { *id = stream_of(stream)->id; return 0; }
+
+aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  *status = idle(stream) ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  return 0;
+}
+
+aclError aclrtSynchronizeStream(aclrtStream stream) { return drive([=] { return idle(stream); }) ? 0 : kFault; }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) { return aclrtSynchronizeStream(stream); }
+aclError aclrtSynchronizeDevice() { return drive(all_idle) ? 0 : kFault; }
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
+
+// --- events ----------------------------------------------------------------------
+
+aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) { *event = new Event; return 0; }
+aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t) { *event = new Event; return 0; }
+aclError aclrtCreateEvent(aclrtEvent* event) { *event = new Event; return 0; }
+aclError aclrtDestroyEvent(aclrtEvent) { return 0; }  // kept: tasks that wait for it may still be queued
+
+aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
+  auto* event = static_cast<Event*>(handle);
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  uint64_t ticket = ++event->recorded;
+  auto passed = [=] { event->completed = ticket; return true; };
+  enqueue(stream, {{RECORD, 0, reinterpret_cast<int64_t>(handle), 0}, passed});
+  return 0;
+}
+
+aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return 0; }
+
+aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  auto* event = static_cast<Event*>(handle);
+  bool passed = event->completed >= event->recorded;
+  *status = passed ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  return 0;
+}
+
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  auto* event = static_cast<Event*>(handle);
+  enqueue(stream, {{WAIT, 0, reinterpret_cast<int64_t>(handle), 0}, nullptr, true, event, event->recorded});
+  return 0;
+}
+
+aclError aclrtSynchronizeEvent(aclrtEvent handle) {
+  auto* event = static_cast<Event*>(handle);
+  uint64_t ticket = event->recorded;
+  return drive([=] { return event->completed >= ticket; }) ? 0 : kFault;
+}
+
+aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent, aclrtEvent) { *milliseconds = 0; return 0; }
+
+}  // extern "C"

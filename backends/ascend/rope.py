@@ -1,0 +1,19 @@
+"""Ascend rule of `ops.Rope`.
+
+npu_interleave_rope has the same layout, but takes angles in the dtype of `x`
+only, 16 bits; a cosine rounded to bf16 turns by an angle that is off by up to
+0.004.  So: plain operators in the dtype of the angles.
+"""
+
+import torch
+
+
+def rule(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, heads: int | None) -> tuple[torch.Tensor]:
+    """Rotate in the dtype of the angles, de-interleaving on the way; one rounding to the dtype of `x`."""
+    half = cos.shape[1]
+    if heads is not None:
+        x = x.reshape(x.shape[0], heads, x.shape[1] // heads)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    pairs = x[..., x.shape[-1] - 2 * half :].to(cos.dtype)
+    a, b = pairs[..., 0::2], pairs[..., 1::2]
+    return (torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype),)

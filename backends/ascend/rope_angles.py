@@ -1,0 +1,39 @@
+"""Ascend rule of `ops.RopeAngles`: from tables, since a float32 angle at position 100000 is off by 0.004.
+
+A position is p = 2048 high + low, and with a = 2048 high f, b = low f
+
+    cos(p f) = cos a cos b - sin a sin b        sin(p f) = sin a cos b + cos a sin b
+
+whose four factors stand, computed in float64 and rounded once, in two tables
+of 2048 rows.  Operators on float64 are few on an NPU, and slow.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+ROWS = 2048
+
+
+@cache
+def tables(frequencies: tuple[float, ...], magnitude: float, device: torch.device) -> torch.Tensor:
+    """[2, 2, ROWS, R / 2]: of multiples of 2048 and of 1, cosine and sine; `magnitude` is in the first.
+
+    Made once; the copy blocks, so that any stream may read it from then on.
+    """
+    turns = torch.outer(torch.arange(ROWS, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
+    parts = [torch.stack((angle.cos(), angle.sin())) for angle in (ROWS * turns, turns)]
+    return torch.stack((parts[0] * magnitude, parts[1])).to(torch.float32).to(device)
+
+
+def rule(
+    positions: torch.Tensor, like: torch.Tensor, *, frequencies: Sequence[float], magnitude: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine in float32, of positions below 2048 * 2048."""
+    (high_cos, high_sin), (low_cos, low_sin) = tables(tuple(frequencies), magnitude, positions.device)
+    high = torch.floor_divide(positions, ROWS)
+    low = positions - high * ROWS
+    a_cos, a_sin = (torch.index_select(part, 0, high) for part in (high_cos, high_sin))
+    b_cos, b_sin = (torch.index_select(part, 0, low) for part in (low_cos, low_sin))
+    return a_cos * b_cos - a_sin * b_sin, a_sin * b_cos + a_cos * b_sin

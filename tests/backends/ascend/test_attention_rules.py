@@ -1,0 +1,128 @@
+"""The two attention rules on the emulator: lengths, empty rows, head counts, paging; against the reference."""
+
+import math
+
+import attrs
+import pytest
+import torch
+
+from mla_fx.backends import reference
+from mla_fx.effects import ops
+from tests.backends.ascend.conftest import close, on_device, random
+
+pytestmark = pytest.mark.usefixtures("emulator")
+SIZES = {torch.bfloat16: (512, 64), torch.float16: (512, 64), torch.float32: (12, 4)}
+each_dtype = pytest.mark.parametrize("dtype", SIZES, ids=str)
+# query lengths, history lengths, tokens (the last ones padding)
+CASES = [
+    ((1,), (5,), 1),
+    ((1, 1, 1), (3, 0, 90), 4),
+    ((2, 0, 3), (1, 7, 33), 6),
+    ((0, 0), (3, 4), 2),
+    ((1, 2), (0, 0), 3),
+    ((0, 2, 0, 0, 1), (0, 0, 4, 0, 16), 5),
+    ((), (), 0),
+    ((), (), 2),
+]
+SCALE = 0.05
+
+
+def right(op, *operands):
+    exact = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in operands]
+    return reference.RULES[type(op)](*exact, **attrs.asdict(op))
+
+
+def verify(op, *operands):
+    (got, lse), (want, want_lse) = on_device(op, *operands), right(op, *operands)
+    assert got.dtype == operands[0].dtype and lse.dtype == torch.float32
+    close(got, want)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    assert torch.equal(lse.isneginf(), want_lse.isneginf()) and not lse.isposinf().any()
+    assert not got[lse.isneginf()].any()
+
+
+def history(rng, dtype, query, lengths, tokens, *, heads=2, size=16):
+    latent, rope = SIZES[dtype]
+    need = [-(-keys // size) for keys in lengths]
+    blocks = rng.permutation(sum(need) + 2).tolist()
+    q_latent, q_rope = (random(rng, tokens, heads, width, dtype=dtype) for width in (latent, rope))
+    caches = [torch.full((sum(need) + 2, size, width), math.nan, dtype=dtype) for width in (latent, rope)]
+    table = torch.full((len(lengths), max(need, default=0) + 2), 2147480000, dtype=torch.int32)
+    for b, keys in enumerate(lengths):
+        for j in range(keys):
+            if j % size == 0:
+                table[b, j // size] = blocks.pop()
+            for cache in caches:
+                cache[table[b, j // size], j % size] = random(rng, cache.shape[-1], dtype=dtype)
+    for query_part in (q_latent, q_rope):
+        query_part[sum(query) :] = math.nan
+    return q_latent, q_rope, *caches, table, query, lengths
+
+
+def current(rng, dtype, query, tokens, *, heads=2):
+    latent, rope = SIZES[dtype]
+    parts = [random(rng, tokens, heads, width, dtype=dtype) for width in (latent, rope)]
+    parts += [random(rng, tokens, width, dtype=dtype) for width in (latent, rope)]
+    for part in parts:
+        part[sum(query) :] = math.nan
+    return *parts, query
+
+
+@each_dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_history_attention(rng, dtype, case):
+    verify(ops.HistoryAttention(SCALE), *history(rng, dtype, *case))
+
+
+@each_dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_current_attention(rng, dtype, case):
+    query, _, tokens = case
+    verify(ops.CurrentAttention(SCALE), *current(rng, dtype, query, tokens))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 12, 16, 127, 128])
+def test_any_head_count(rng, emulator, heads):
+    """Counts that the operator refuses are padded on the way in, trimmed on the way out."""
+    with emulator.tracing() as trace:
+        verify(ops.HistoryAttention(SCALE), *history(rng, torch.bfloat16, (1, 2), (5, 0), 4, heads=heads))
+        verify(ops.CurrentAttention(SCALE), *current(rng, torch.bfloat16, (1, 2), 4, heads=heads))
+    counts = [task.operands[0][1][1] for task in trace if task.name == "aclnnFusedInferAttentionScoreV3"]
+    assert counts == [1 << (heads - 1).bit_length()] * 2
+
+
+@pytest.mark.parametrize("size", [16, 48, 128, 1024])
+def test_block_sizes(rng, size):
+    verify(ops.HistoryAttention(SCALE), *history(rng, torch.float16, (1, 1), (size + 3, 2), 2, size=size))
+
+
+def test_long_prompt_in_one_step(rng):
+    """A diagonal of more than one row, where sparse_mode 3 could be off by one."""
+    verify(ops.CurrentAttention(SCALE), *current(rng, torch.bfloat16, (40, 1, 25), 66, heads=1))
+
+
+def test_calls_are_those_of_the_contract(rng, emulator, monkeypatch):
+    """History paged and unmasked, current with the template; and no cast of a float on the way."""
+    seen = []
+    namespace = torch.ops.npu
+    real = namespace.npu_fused_infer_attention_score.out
+
+    class Spy:
+        @staticmethod
+        def out(*tensors, **named):
+            seen.append(named)
+            return real(*tensors, **named)
+
+    monkeypatch.setattr(namespace, "npu_fused_infer_attention_score", Spy)
+    with emulator.tracing() as trace:
+        verify(ops.HistoryAttention(SCALE), *history(rng, torch.bfloat16, (1, 2), (5, 20), 4))
+        verify(ops.CurrentAttention(SCALE), *current(rng, torch.bfloat16, (1, 2), 4))
+    first, second = seen
+    assert first["actual_seq_lengths"] == [1, 3] and first["actual_seq_lengths_kv"] == [5, 20]
+    assert second["actual_seq_lengths"] == second["actual_seq_lengths_kv"] == [1, 3]
+    assert first["sparse_mode"] == 0 and "atten_mask" not in first and first["block_size"] == 16
+    assert second["sparse_mode"] == 3 and second["atten_mask"].shape == (2048, 2048) and "block_table" not in second
+    for call in seen:
+        assert call["input_layout"] == "TND" and call["num_key_value_heads"] == 1 and call["scale"] == SCALE
+        assert call["softmax_lse_flag"] is True
+    assert not any(task.casts for task in trace)

@@ -1,0 +1,145 @@
+"""The decode step on the emulated Ascend, held against the reference: ranks, dtypes, orchestrations, lengths."""
+
+import pytest
+import torch
+
+from mla_fx import backends, orchestrations
+from mla_fx.effects import InputError, LawError, Wait, schedule
+from tests.backends.ascend.steps import ascend, body, equal, leaves, setup
+from tests.setups import Setup
+
+pytestmark = pytest.mark.usefixtures("emulator")
+#: Several roundings in a row, each relative to values of size 1.
+ATOL = {"bf16": 0.06, "fp16": 0.008, "fp32": 2e-5}
+
+
+def verify(given: Setup, orchestration: str, **batch) -> None:
+    program = schedule(given.step, orchestrations.NAMED[orchestration])
+    got = leaves(ascend(given.ranks), program, given, **batch)
+    want = leaves(backends.get("reference", ranks=given.ranks), program, given, **batch)
+    for ours, exactly in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=ATOL[given.dtype])
+    for rank in range(1, given.ranks):
+        assert torch.equal(got[0], got[rank])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_against_the_reference(dtype, orchestration, ranks):
+    verify(setup(dtype, ranks=ranks), orchestration)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("history", "query"),
+    [((0, 0), (1, 2)), ((1, 0), (0, 3)), ((9, 5), (0, 0)), ((23, 2), (3, 0))],
+    ids=["no history", "some history", "no tokens", "full"],
+)
+def test_lengths(dtype, history, query):
+    verify(setup(dtype, ranks=4), "attention-aside", history=history, query=query)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_step_of_no_tokens(dtype):
+    """T = 0: every rank takes part in the exchange of nothing."""
+    given = setup(dtype, tokens=0)
+    program = schedule(given.step, orchestrations.attention_aside)
+    got = leaves(ascend(2), program, given, query=(0, 0))
+    assert got[0].shape == (0, given.config.hidden_size)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_replicated_query(dtype):
+    verify(setup(dtype, ranks=4, replicate_query=True), "attention-aside")
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_stack_of_layers(layers):
+    verify(setup("fp32", layers=layers), "attention-aside")
+
+
+@pytest.mark.parametrize("orchestration", ["exchange-aside", "attention-aside"])
+def test_orchestrations_give_the_same_bits(orchestration):
+    given = setup("bf16", ranks=4)
+    serial = leaves(ascend(4), schedule(given.step, orchestrations.serial), given)
+    assert equal(leaves(ascend(4), schedule(given.step, orchestrations.NAMED[orchestration]), given), serial)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_one_program_serves_many_steps(dtype):
+    """Nothing is read on the host in between; the caches grow over block borders, in place."""
+    given = setup(dtype)
+    program = schedule(given.step, orchestrations.attention_aside)
+    device, exact = ascend(2), backends.get("reference", ranks=2)
+    run, right = device.compile(program), exact.compile(program)
+    params, hidden = device.put(given.params()), device.put(given.hidden())
+    caches, expected = device.put(given.caches(), copy=True), exact.put(given.caches(), copy=True)
+    mine, outs, wanted, lengths = caches[0].latent, [], [], [0, 0]
+    for step in range(9):
+        query = ((1, 2), (3, 0), (0, 1))[step % 3]
+        batches = given.batches(tuple(lengths), query)
+        out, caches = run(params, caches, hidden, batches)
+        want, expected = right(*exact.put((given.params(), expected, given.hidden(), batches)))
+        outs.append(out[0])
+        wanted.append(want[0])
+        lengths = [length + new for length, new in zip(lengths, query, strict=True)]
+    assert caches[0].latent is mine
+    for got, want in zip(outs, wanted, strict=True):
+        torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=ATOL[dtype])
+
+
+def test_outputs_are_read_on_the_stream_of_the_caller():
+    """Whichever that is, and it is current again afterwards."""
+    given = setup("fp32")
+    program = schedule(given.step, orchestrations.attention_aside)
+    expected = leaves(ascend(2), program, given)
+    run = ascend(2).compile(program)
+    mine = torch.npu.Stream()
+    mine.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(mine):
+        out, _ = run(*ascend(2).put(given.arguments(), copy=True))
+        assert torch.npu.current_stream() == mine
+        doubled = out[0] + out[0]
+        del out
+        again, _ = run(*ascend(2).put(given.arguments(), copy=True))
+    assert torch.equal(doubled.cpu(), 2 * expected[0])
+    assert torch.equal(again[0].cpu(), expected[0])
+
+
+def test_illegal_programs_are_refused():
+    program = schedule(setup("fp32").step, orchestrations.attention_aside)
+    at = next(k for k, effect in enumerate(program.effects) if isinstance(effect, Wait))
+    with pytest.raises(LawError, match="missing order"):
+        ascend(2).compile(program.without(at))
+
+
+def test_tensors_elsewhere_are_refused():
+    given = setup("fp32")
+    run = ascend(2).compile(schedule(given.step, orchestrations.serial))
+    params, caches, hidden, batches = given.arguments()
+    with pytest.raises(InputError, match=r"of rank 0: must be on npu, as Backend.put moves it: got cpu"):
+        run(params, caches, hidden, batches)
+    there = [batch._replace(slots=batch.slots.npu()) for batch in batches]
+    with pytest.raises(
+        InputError, match=r"batch.slots of rank 0: is checked by value .* on the host: got device npu:0"
+    ):
+        run(*ascend(2).put((params, caches, hidden)), there)
+
+
+def test_a_rule_that_refuses_leaves_the_device_usable():
+    given = setup("bf16")
+    program = schedule(given.step, orchestrations.attention_aside)
+    small = Setup(dtype="bf16")
+    here = torch.npu.current_stream()
+    with pytest.raises(InputError, match=r"L: attention on ascend in torch.bfloat16 needs 512 .*: got 16"):
+        leaves(ascend(2), schedule(small.step, orchestrations.attention_aside), small)
+    assert torch.npu.current_stream() == here
+    assert equal(leaves(ascend(2), program, given), leaves(ascend(2), program, given))
+
+
+def test_streams_of_every_rank_are_its_own():
+    run = ascend(4).compile(schedule(setup("fp32", ranks=4).step, orchestrations.attention_aside))
+    streams = body(run).streams
+    assert set(streams) == {(rank, name) for rank in range(4) for name in ("main", "side")}
+    assert len({stream.npu_stream for stream in streams.values()}) == 8
