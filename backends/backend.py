@@ -61,7 +61,7 @@ class Backend:
         return evolve(self, rules={**self.rules, **rules})
 
     def put(self, tree: Tree, *, copy: bool = False) -> Tree:
-        """A pytree of tensors as this backend takes it: floats in its dtype, on its device.  The rest is passed on.
+        """A pytree of tensors as this backend takes it: floats in its dtype, they and int8 on its device.  The rest is passed on.
 
         `copy`: never share memory with `tree` (a cache, say, that two backends will update).
         """
@@ -69,9 +69,11 @@ class Backend:
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if not leaf.is_floating_point():
-                return leaf.to(leaf.dtype, copy=copy)  # integers are checked by value, on the host
-            return leaf.to(self.device or leaf.device, DTYPES[self.dtype] if self.dtype else leaf.dtype, copy=copy)
+            if leaf.is_floating_point():
+                return leaf.to(self.device or leaf.device, DTYPES[self.dtype] if self.dtype else leaf.dtype, copy=copy)
+            if leaf.dtype == torch.int8:  # a weight
+                return leaf.to(self.device or leaf.device, copy=copy)
+            return leaf.to(leaf.dtype, copy=copy)  # other integers are checked by value, on the host
 
         moved: Tree = pytree.tree_map(move, tree)
         return moved

@@ -19,6 +19,9 @@ from mla_fx.effects.aval import FLOATS
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PATH = re.compile(r"(?P<argument>[A-Za-z_]\w*)(?P<rest>(\.[A-Za-z_]\w*|\[\d+\]|\['[^'\\]*'\])*)")
 
+#: Integers that are checked by value and come on the host.  int8 is none of them: it is a weight and lies with the floats.
+BY_VALUE = ("int32", "int64")
+
 #: Arguments to a flat tuple of leaves, input after input, rank after rank.
 Load = Callable[..., tuple[Any, ...]]
 
@@ -83,7 +86,7 @@ def _refused(put: Input, leaf: str, state: bool) -> str:
     if put.aval.dtype == "host":
         return f"type({leaf}) is not tuple or len({leaf}) != {put.aval.shape[0]}"
     wrong = f"{leaf}.shape != {put.aval.shape} or {leaf}.dtype is not {DTYPES[put.aval.dtype]}"
-    if put.aval.dtype not in FLOATS:
+    if put.aval.dtype in BY_VALUE:
         wrong += f" or {leaf}.device.type != 'cpu'"
     return f"{wrong} or not {leaf}.is_contiguous()" if state else wrong
 
@@ -100,7 +103,7 @@ def _wrong(put: Input, rank: int, leaf: Any) -> None:
         raise InputError(f"{where}: must have dtype {put.aval.dtype}: got {dtype}")
     if tuple(leaf.shape) != put.aval.shape:
         raise InputError(f"{where}: must have shape {put.aval.shape}: got {tuple(leaf.shape)}")
-    if put.aval.dtype not in FLOATS:
+    if put.aval.dtype in BY_VALUE:
         raise InputError(f"{where}: is checked by value and must be on the host: got device {leaf.device}")
     raise InputError(f"{where}: is updated in place and must be contiguous: got strides {leaf.stride()}")
 

@@ -38,8 +38,8 @@ import torch
 from attrs import define, field, frozen
 
 from mla_fx.backends.backend import Backend, Rule
+from mla_fx.backends.inputs import BY_VALUE
 from mla_fx.effects import MAIN, Drop, Input, InputError, Keep, Launch, Program, Record, Wait
-from mla_fx.effects.aval import FLOATS
 
 #: The generator that a collective's rule makes: see above.
 Turns = Iterator[tuple[torch.Tensor, ...] | None]
@@ -193,7 +193,7 @@ class _Writer:
         self.scope |= {name: getattr(self.device, name) for name in ("current_stream", "set_stream", "synchronize")}
         lines = []
         for number, put in enumerate(self.program.inputs):
-            if put.aval.dtype in FLOATS:
+            if put.aval.dtype not in (*BY_VALUE, "host"):
                 self.scope[f"i{number}"] = put
                 for rank in self.ranks:
                     leaf, wanted = f"x{number}_{rank}", repr(self.type)
@@ -206,7 +206,7 @@ class _Writer:
         for rank in self.ranks:
             self.say(f"{self.stream(rank, MAIN)}.wait_event({self.event(0, '<start>')})")
         for put in self.program.inputs:
-            if put.aval.dtype in ("int32", "int64"):
+            if put.aval.dtype in BY_VALUE:
                 for rank in self.ranks:
                     self.enter(rank, MAIN)
                     leaf = f"{self.names[put.name]}_{rank}"

@@ -99,6 +99,7 @@ OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
         "aclnnSoftmax": Operator("T i64 O", lambda a, axis, out: out.copy_(torch.softmax(a, axis))),
         "aclnnAmax": Operator("T I b O", lambda a, axes, keep, out: out.copy_(torch.amax(a, axes, keep))),
         "aclnnReduceSum": Operator("T I b i32 O", lambda a, axes, keep, kind, out: out.copy_(a.sum(axes, keep))),
+        "aclnnArgMax": Operator("T i64 b O", lambda a, axis, keep, out: out.copy_(a.argmax(axis, keep))),
         "aclnnCumsum": Operator("T i64 i32 O", lambda a, axis, kind, out: out.copy_(a.cumsum(axis))),
         "aclnnArange": Operator("S S S O", lambda start, end, step, out: out.copy_(torch.arange(start, end, step))),
         "aclnnLtScalar": Operator("T S O", lambda a, b, out: out.copy_(a < b)),
