@@ -61,9 +61,9 @@ class Backend:
         return evolve(self, rules={**self.rules, **rules})
 
     def put(self, tree: Tree, *, copy: bool = False) -> Tree:
-        """A pytree of tensors as this backend takes it: floats in its dtype, they and int8 on its device.  The rest is passed on.
+        """A pytree of tensors as this backend takes it: floats in its dtype, and with int8 on its device.
 
-        `copy`: never share memory with `tree` (a cache, say, that two backends will update).
+        The rest is passed on.  `copy`: never share memory with `tree` (a cache, say, that two backends will update).
         """
 
         def move(leaf: Any) -> Any:

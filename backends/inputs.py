@@ -19,7 +19,7 @@ from mla_fx.effects.aval import FLOATS
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PATH = re.compile(r"(?P<argument>[A-Za-z_]\w*)(?P<rest>(\.[A-Za-z_]\w*|\[\d+\]|\['[^'\\]*'\])*)")
 
-#: Integers that are checked by value and come on the host.  int8 is none of them: it is a weight and lies with the floats.
+#: Integers that are checked by value and come on the host; int8 is a weight and lies with the floats.
 BY_VALUE = ("int32", "int64")
 
 #: Arguments to a flat tuple of leaves, input after input, rank after rank.
