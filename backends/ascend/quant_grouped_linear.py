@@ -1,7 +1,7 @@
 """Ascend rule of `ops.QuantGroupedLinear`: npu_dynamic_quant and npu_grouped_matmul; for float32, plain torch between.
 
 Beside bf16 the operator takes the weight's scales in bf16 only (beside fp16
-in float32).  They are rounded to it here, which is off by up to 2^-9: as much
+in float32).  They are rounded to it here, which is off by up to 2^-8: as much
 as the rounding of the result, which comes on top.
 """
 
