@@ -4,8 +4,11 @@ import torch
 
 
 def rule(tokens: torch.Tensor, table: torch.Tensor, *, vocabulary: int, ranks: int, rank: int) -> tuple[torch.Tensor]:
-    """Look every token up, then zero those that other ranks hold."""
-    first = rank * table.shape[0]
-    elsewhere = (tokens < first) | (tokens >= min(first + table.shape[0], vocabulary))
-    rows = torch.index_select(table, 0, (tokens - first).masked_fill(elsewhere, 0))
-    return (rows.masked_fill(elsewhere.unsqueeze(1), 0),)
+    """Look every token up, those of other ranks as some row, then zero theirs: selecting rows would be a wait."""
+    local = tokens - rank * table.shape[0]
+    held = min(table.shape[0], vocabulary - rank * table.shape[0])  # rows that are not padding
+    if held < 1:
+        return (table.new_zeros((tokens.shape[0], table.shape[1])),)
+    near = local.clamp(0, held - 1)
+    rows = torch.index_select(table, 0, near)
+    return (rows.masked_fill_((local != near).unsqueeze(1), 0),)

@@ -1,8 +1,10 @@
-"""Ascend rule of `ops.Swiglu`: npu_swiglu, which takes the gate first."""
+"""Ascend rule of `ops.Swiglu`: npu_swiglu, which takes nothing strided and nothing empty."""
 
 import torch
 
 
 def rule(x: torch.Tensor) -> tuple[torch.Tensor]:
-    """Computed in float32 and rounded once, by the operator."""
-    return (torch.ops.npu.npu_swiglu(x, -1),)
+    """The gate is the first half of the features, as the operator has it."""
+    if not x.numel():
+        return (x.new_empty((x.shape[0], x.shape[1] // 2)),)
+    return (torch.ops.npu.npu_swiglu(x.contiguous(), -1),)

@@ -115,6 +115,7 @@ _ARGUMENTS: Final[Mapping[str, tuple[Any, Callable[[Any], Any]]]] = {
     "T": (_Pointer, _tensor),
     "O": (_Pointer, _tensor),
     "L": (_Pointer, _tensors),
+    "W": (_Pointer, _tensors),
     "I": (_Pointer, _integers),
     "S": (_Pointer, _number),
     "s": (ctypes.c_char_p, _text),
@@ -137,8 +138,8 @@ class _Call:
     def tensors(self, *, written: bool) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for kind, value in zip(self.operator.kinds, self.arguments, strict=True):
-            if (kind == "O") is written and kind in ("T", "O", "L"):
-                found += [t for t in (value if kind == "L" else [value]) if t is not None]
+            if (kind in "OW") is written and kind in ("T", "O", "L", "W"):
+                found += [t for t in (value if kind in "LW" else [value]) if t is not None]
         return found
 
 

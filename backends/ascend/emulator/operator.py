@@ -5,7 +5,8 @@ that lie where the device's do.  A signature has a word for each argument, in
 the order in which the wheel passes them:
 
     T  tensor, or None          O  tensor that is only written
-    L  list of tensors          I  list of integers, or None
+    L  list of tensors          W  list of tensors that are only written
+    I  list of integers, or None
     S  number                   s  text, or None
     i8 i32 i64  integer         d  double        b  bool
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from mla_fx.backends.ascend.emulator import attention, fused
+from mla_fx.backends.ascend.emulator import attention, experts, fused, quant
 from mla_fx.backends.ascend.emulator.operator import Operator
 
 
@@ -44,6 +44,27 @@ def _index_select(source: torch.Tensor, axis: int, index: torch.Tensor, out: tor
     out.copy_(torch.index_select(source, axis, index.long()))
 
 
+def _scatter_value(a: torch.Tensor, axis: int, index: torch.Tensor, value: Any, reduction: int, out: Any) -> None:
+    out.copy_(a.scatter(axis, index, value))
+
+
+def _sort(a: torch.Tensor, stable: bool, axis: int, descending: bool, values: Any, indices: Any) -> None:
+    """Unless it is asked to be stable, equal numbers come in the order that is least expected."""
+    if stable:
+        found, index = a.sort(stable=True, dim=axis, descending=descending)
+    else:
+        found, index = a.flip(axis).sort(stable=True, dim=axis, descending=descending)
+        index = a.shape[axis] - 1 - index
+    values.copy_(found)
+    indices.copy_(index)
+
+
+def _top_k(a: torch.Tensor, k: int, axis: int, largest: bool, ordered: bool, values: Any, indices: Any) -> None:
+    found, index = a.topk(k, axis, largest, ordered)
+    values.copy_(found)
+    indices.copy_(index)
+
+
 #: Name to operator.
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
     {
@@ -52,6 +73,8 @@ OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
         "aclnnBatchMatMul": Operator("T T O i8", _matmul),
         **_scaled_family("Add", 1),
         **_scaled_family("Sub", -1),
+        "aclnnRsub": Operator("T T S O", lambda a, b, alpha, out: out.copy_(b - alpha * a)),
+        "aclnnRsubs": Operator("T S S O", lambda a, b, alpha, out: out.copy_(b - alpha * a)),
         **_family("Mul", torch.mul),
         **_family("Div", torch.div),
         **_family("FloorDivide", torch.floor_divide),
@@ -73,7 +96,30 @@ OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
         "aclnnInplaceFillScalar": Operator("O S", lambda out, value: out.fill_(value)),
         "aclnnInplaceZero": Operator("O", lambda out: out.zero_()),
         "aclnnInplaceOne": Operator("O", lambda out: out.fill_(1)),
+        "aclnnAbs": Operator("T O", lambda a, out: out.copy_(a.abs())),
+        "aclnnRound": Operator("T O", lambda a, out: out.copy_(a.round())),
+        # Not torch.sigmoid, whose last bits depend on where in a row a number lies.
+        "aclnnSigmoid": Operator("T O", lambda a, out: out.copy_(1 / (1 + torch.exp(-a)))),
+        "aclnnSoftmax": Operator("T i64 O", lambda a, axis, out: out.copy_(torch.softmax(a, axis))),
+        "aclnnAmax": Operator("T I b O", lambda a, axes, keep, out: out.copy_(torch.amax(a, axes, keep))),
+        "aclnnReduceSum": Operator("T I b i32 O", lambda a, axes, keep, kind, out: out.copy_(a.sum(axes, keep))),
+        "aclnnArgMax": Operator("T i64 b O", lambda a, axis, keep, out: out.copy_(a.argmax(axis, keep))),
+        "aclnnCumsum": Operator("T i64 i32 O", lambda a, axis, kind, out: out.copy_(a.cumsum(axis))),
+        "aclnnArange": Operator("S S S O", lambda start, end, step, out: out.copy_(torch.arange(start, end, step))),
+        "aclnnLtScalar": Operator("T S O", lambda a, b, out: out.copy_(a < b)),
+        "aclnnGeScalar": Operator("T S O", lambda a, b, out: out.copy_(a >= b)),
+        "aclnnGeTensor": Operator("T T O", lambda a, b, out: out.copy_(a >= b)),
+        "aclnnLeTensor": Operator("T T O", lambda a, b, out: out.copy_(a <= b)),
+        "aclnnNeTensor": Operator("T T O", lambda a, b, out: out.copy_(a != b)),
+        "aclnnClamp": Operator("T S S O", lambda a, low, high, out: out.copy_(a.clamp(low, high))),
+        "aclnnSWhere": Operator("T T T O", lambda mask, a, b, out: out.copy_(torch.where(mask, a, b))),
+        "aclnnGather": Operator("T i64 T O", lambda a, axis, index, out: out.copy_(a.gather(axis, index))),
+        "aclnnScatterValue": Operator("T i64 T S i64 O", _scatter_value),
+        "aclnnSort": Operator("T b i64 b O O", _sort),
+        "aclnnTopk": Operator("T i64 i64 b b O O", _top_k),
         **attention.OPERATORS,
+        **experts.OPERATORS,
         **fused.OPERATORS,
+        **quant.OPERATORS,
     }
 )

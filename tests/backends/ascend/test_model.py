@@ -1,0 +1,137 @@
+"""The whole model on the emulated Ascend: a step against the reference, text against that of the CPU."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from mla_fx import StepShape, backends, orchestrations
+from mla_fx.effects import InputError, schedule
+from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner
+from mla_fx.models.addition import DIRECTORY, problems
+from mla_fx.models.tokenizer import Tokenizer
+from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
+
+CHECKPOINT, TOKENIZER = Checkpoint.open(DIRECTORY), Tokenizer(DIRECTORY)
+PROBLEMS = problems(6, seed=1)
+#: Of logits, hidden states and caches, all of about size 1; many roundings in a row.
+ATOL = {"bf16": 0.12, "fp16": 0.015, "fp32": 1e-5}
+#: An activation rounded to 16 bits may fall on the next of its 127 steps.
+STEPS = {"bf16": 0.12, "fp16": 0.12, "fp32": 1e-5}
+
+each_rank = pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+each_quantization = pytest.mark.parametrize("quantization", [None, "w8a8"])
+
+
+@each_rank
+@each_quantization
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_step_against_the_reference(emulator, dtype, quantization, ranks):
+    """A dense layer and one with experts; eight ranks have four experts between them, some have none."""
+    given = setup(dtype, layers=2, ranks=ranks, quantization=quantization)
+    program = schedule(given.step, orchestrations.attention_aside)
+    got = leaves(ascend(ranks), program, given)
+    want, atol = (
+        leaves(backends.get("reference", ranks=ranks), program, given),
+        (STEPS if quantization else ATOL)[dtype],
+    )
+    for ours, exactly in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=atol)
+    assert got[0].std() > 0.5  # something is computed
+    for rank in range(1, ranks):
+        assert torch.equal(got[0], got[rank])
+
+
+@each_quantization
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_step_of_no_tokens(emulator, dtype, quantization):
+    given = setup(dtype, layers=2, tokens=0, quantization=quantization)
+    got = leaves(ascend(2), schedule(given.step, orchestrations.attention_aside), given, query=(0, 0))
+    assert got[0].shape == (0, 19)
+
+
+@each_quantization
+@pytest.mark.parametrize("orchestration", ["exchange-aside", "attention-aside"])
+def test_orchestrations_and_seeds_give_the_same_bits(emulator, quantization, orchestration):
+    """Whatever unwritten rows held: on the emulator that is NaN, or what was there before."""
+    given = setup("bf16", layers=2, quantization=quantization)
+    expected = leaves(ascend(2), schedule(given.step, orchestrations.serial), given)
+    assert not any(leaf.isnan().any() for leaf in expected)
+    trial = Trial(ascend(2), schedule(given.step, orchestrations.NAMED[orchestration]), given)
+    for seed in range(8):
+        emulator.seed(seed)
+        assert equal(trial(), expected), f"seed {seed}"
+
+
+@each_quantization
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_host_waits_for_nothing(emulator, dtype, quantization):
+    """Counts of rows and choices of experts stay on the device: nothing has run when a step has been issued."""
+    given, backend = setup(dtype, layers=2, quantization=quantization), ascend(2)
+    run = backend.compile(schedule(given.step, orchestrations.attention_aside))
+    run(*backend.put(given.arguments(), copy=True))  # makes constants and workspaces
+    arguments = backend.put(given.arguments(), copy=True)
+    emulator.synchronize()
+    with emulator.tracing() as trace:
+        run(*arguments)
+        assert emulator.ran() == 0
+    assert len(trace) > 200
+
+
+def test_operators_of_a_step(emulator):
+    """A step in bf16 goes through the operators for experts and 8 bits, on every rank."""
+    given, backend = setup("bf16", layers=2, quantization="w8a8"), ascend(2)
+    run = backend.compile(schedule(given.step, orchestrations.serial))
+    arguments = backend.put(given.arguments(), copy=True)
+    with emulator.tracing() as trace:
+        run(*arguments)
+    names = [task.name for task in trace]
+    assert names.count("aclnnMoeInitRoutingV3") == names.count("aclnnMoeTokenUnpermute") == 2
+    assert names.count("aclnnGroupedMatmulV5") == names.count("aclnnSwiGlu") - 2 == 4
+
+
+def test_int8_weights_must_be_on_the_device(emulator):
+    given, backend = setup("fp32", layers=2, quantization="w8a8"), ascend(2)
+    run = backend.compile(schedule(given.step, orchestrations.serial))
+    _, *rest = backend.put(given.arguments(), copy=True)
+    mixed = torch.utils._pytree.tree_map(lambda t: t.npu() if t.is_floating_point() else t, given.params())
+    with pytest.raises(InputError, match=r"weight of rank 0: must be on npu, as Backend.put moves it: got cpu"):
+        run(mixed, *rest)
+
+
+# --- text ---------------------------------------------------------------------------
+
+
+@lru_cache
+def generated(name: str, ranks: int, quantization: str | None, drafts: int) -> tuple[list[list[int]], int]:
+    """Tokens of all problems, and how many drafts were accepted; more requests than a step takes, prompts in chunks."""
+    shape = StepShape(
+        ranks=ranks, requests=4, blocks=16, block_size=4, table_width=8, dtype="fp32", quantization=quantization
+    )
+    runner = Runner.load(CHECKPOINT, backends.get(name, ranks=ranks), shape=shape, mtp=bool(drafts))
+    engine = Engine(
+        runner=runner,
+        chunk=6,
+        end=CHECKPOINT.config.eos_token_id,
+        drafter=MtpDrafter(runner, drafts) if drafts else None,
+    )
+    requests = [engine.add(TOKENIZER.encode(prompt), max_new_tokens=8) for prompt, _ in PROBLEMS]
+    list(engine.run())
+    return [request.new_tokens for request in requests], sum(request.accepted for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "quantization", "drafts"),
+    [(1, None, 2), (1, "w8a8", 0), (2, None, 0), (2, "w8a8", 2), (4, None, 2), (8, None, 2)],
+)
+def test_text_is_that_of_the_cpu(emulator, ranks, quantization, drafts):
+    texts, accepted = generated("ascend", ranks, quantization, drafts)
+    wanted, taken = generated("cpu", ranks, quantization, drafts)
+    assert texts == wanted and accepted == taken and (accepted > 0) == bool(drafts)
+    end = CHECKPOINT.config.eos_token_id[0]
+    assert [TOKENIZER.decode(text) for text in texts] == [answer for _, answer in PROBLEMS]
+    assert all(text[-1] == end for text in texts)
+
+
+def test_drafts_do_not_change_the_text(emulator):
+    assert generated("ascend", 2, None, 0)[0] == generated("ascend", 2, None, 2)[0]

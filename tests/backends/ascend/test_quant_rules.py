@@ -1,0 +1,183 @@
+"""8-bit rules on the emulator: against the reference, exact where only integers are added, for every dtype."""
+
+import math
+
+import pytest
+import torch
+
+from mla_fx.effects import InputError, ops
+from tests.backends.ascend.conftest import close, on_device, random
+from tests.backends.ascend.test_expert_rules import INT64, PRODUCT, empty, issued
+from tests.backends.ascend.test_rules import each_count, each_dtype, right, sixteen_bits, verify
+
+pytestmark = pytest.mark.usefixtures("emulator")
+npu = torch.ops.npu
+GROUPS = {"some": ([2, 0, 3], 7), "all": ([1, 4], 5), "none": ([0, 0], 3), "one": ([2], 4), "no rows": ([0, 0], 0)}
+each_group = pytest.mark.parametrize(("counts", "size"), GROUPS.values(), ids=GROUPS.keys())
+
+
+def eight_bits(rng, *shape):
+    return torch.as_tensor(rng.integers(-127, 128, shape)).to(torch.int8)
+
+
+def scales(rng, *shape):
+    return torch.as_tensor(rng.uniform(0.5, 2, shape)).float() / 127
+
+
+@each_dtype
+@each_count
+@pytest.mark.parametrize("inner", [24, 1030], ids=["short", "two pieces"])
+def test_quant_linear(rng, dtype, tokens, inner):
+    x, weight, scale = random(rng, tokens, inner, dtype=dtype), eight_bits(rng, 5, inner), scales(rng, 5)
+    (got,) = verify(ops.QuantLinear(), x, weight, scale / inner**0.5)
+    assert got.dtype == dtype
+
+
+@each_dtype
+def test_sums_are_of_integers_and_exact(dtype):
+    """2500 products of 127 x 127 and a smallest one: 40 322 501, which float32 additions one by one do not reach.
+
+    Steps are 1, since the largest number of the token is 127, and the scale is 1; the result is rounded once.
+    Minus as much, but for the smallest one, that one is left.
+    """
+    x = torch.full((1, 2501), 127.0).to(dtype)
+    x[0, 1250] = 1
+    weight = torch.full((2, 2501), 127, dtype=torch.int8)
+    weight[:, 1250] = 1
+    weight[1, 1251:] = -127
+    exact = torch.tensor([[2500 * 127**2 + 1, 1]], dtype=torch.float64)
+    scale = torch.full((2,), 2.0**-10)  # which keeps it in the range of fp16
+    (got,) = on_device(ops.QuantLinear(), x, weight, scale)
+    assert torch.equal(got, (exact * 2.0**-10).to(dtype))
+
+
+@each_dtype
+def test_a_token_of_zeros_gives_zeros(rng, dtype):
+    """Its step is 0; in which integers it comes then, nothing says."""
+    x, weight, scale = random(rng, 3, 24, dtype=dtype), eight_bits(rng, 2, 5, 24), scales(rng, 2, 5)
+    x[1] = 0
+    (got,) = verify(ops.QuantLinear(), x, weight[0], scale[0])
+    (grouped,) = on_device(ops.QuantGroupedLinear(), x, weight, scale, torch.tensor([2, 1]))
+    assert not got[1].any() and not grouped[1].any() and got[0].any() and grouped[2].any()
+
+
+@each_dtype
+@each_count
+def test_quant_linear_without_waiting(rng, emulator, dtype, tokens):
+    """Two operators on the weight as it lies; in float32 the weight is widened."""
+    given = random(rng, tokens, 24, dtype=dtype), eight_bits(rng, 5, 24), scales(rng, 5)
+    names = issued(emulator, ops.QuantLinear(), *given)
+    fused = ["aclnnDynamicQuantV2", "aclnnQuantMatmulV5"] if tokens else []
+    assert names == fused if dtype != torch.float32 else "aclnnMatmul" in names or not tokens
+
+
+def grouped_operands(rng, dtype, counts, size, inner=24):
+    rows, weight = random(rng, size, inner, dtype=dtype), eight_bits(rng, len(counts), 5, inner)
+    rows[sum(counts) :] = math.nan
+    return rows, weight, scales(rng, len(counts), 5), torch.tensor(counts)
+
+
+@each_dtype
+@each_group
+@pytest.mark.parametrize("inner", [24, 1030], ids=["short", "two pieces"])
+def test_quant_grouped_linear(rng, dtype, counts, size, inner):
+    """Beside bf16 the weight's scales are bf16: off by another 2^-8 at most, and by nothing else."""
+    rows, weight, scale, numbers = grouped_operands(rng, dtype, counts, size, inner)
+    (got,) = on_device(ops.QuantGroupedLinear(), rows, weight, scale, numbers)
+    rounded = scale.bfloat16().float() if dtype == torch.bfloat16 else scale
+    (want,) = right(ops.QuantGroupedLinear(), rows, weight, rounded, numbers)
+    (unrounded,) = right(ops.QuantGroupedLinear(), rows, weight, scale, numbers)
+    mine = slice(sum(counts))
+    assert got.dtype == dtype and got.shape == want.shape
+    close(got[mine], want[mine])
+    torch.testing.assert_close(want[mine], unrounded[mine], rtol=2**-8, atol=0)
+    assert dtype == torch.float32 or got[sum(counts) :].isnan().all()
+
+
+@each_dtype
+@each_group
+def test_quant_grouped_linear_without_waiting(rng, emulator, dtype, counts, size):
+    names = issued(emulator, ops.QuantGroupedLinear(), *grouped_operands(rng, dtype, counts, size))
+    assert names.count("aclnnGroupedMatmulV5") == bool(size)
+    assert names.count("aclnnDynamicQuantV2") == (bool(size) and dtype != torch.float32)
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+@sixteen_bits
+@pytest.mark.parametrize(("name", "shape"), [("D", (1, 65536)), ("F", (65536, 1))])
+def test_sizes_that_the_operator_does_not_take(dtype, name, shape):
+    weight = torch.ones(shape, dtype=torch.int8)
+    with pytest.raises(InputError, match=f"{name}: an 8-bit projection on ascend needs 1 to 65535 features: got 65536"):
+        on_device(ops.QuantLinear(), torch.ones(1, shape[1], dtype=dtype), weight, torch.ones(shape[0]))
+    with pytest.raises(InputError, match=f"{name}: a grouped projection on ascend needs 1 to 65535 features"):
+        rows, two = torch.ones(1, shape[1], dtype=dtype), torch.tensor([1, 0])
+        on_device(ops.QuantGroupedLinear(), rows, torch.stack((weight, weight)), torch.ones(2, shape[0]), two)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_dtype_that_nothing_takes(grouped):
+    x, weight, scale = torch.ones(1, 4).double(), torch.ones(1, 3, 4, dtype=torch.int8), torch.ones(1, 3)
+    with pytest.raises(
+        InputError, match=r"x: an 8-bit projection on ascend takes bf16, fp16 or fp32: got torch.float64"
+    ):
+        if grouped:
+            on_device(ops.QuantGroupedLinear(), x, weight, scale, torch.tensor([1]))
+        else:
+            on_device(ops.QuantLinear(), x, weight[0], scale[0])
+
+
+INT8, BF16, FP16 = ({"dtype": dtype} for dtype in (torch.int8, torch.bfloat16, torch.float16))
+
+
+def product(**changes):
+    given = {
+        "x1": empty(2, 8, **INT8),
+        "x2": empty(8, 4, **INT8),
+        "scale": empty(4),
+        "pertoken_scale": empty(2),
+        "output_dtype": torch.float16,
+    }
+    return npu.npu_quant_matmul(**given | changes)
+
+
+def grouped_product(scale, dtype):
+    return npu.npu_grouped_matmul(
+        [empty(3, 8, **INT8)],
+        [empty(2, 8, 4, **INT8)],
+        scale=[scale],
+        per_token_scale=[empty(3)],
+        group_list=empty(2, **INT64),
+        output_dtype=dtype,
+        **PRODUCT,
+    )
+
+
+REFUSED = {
+    "quantise, float32": (lambda: npu.npu_dynamic_quant(empty(2, 4)), "x must be float16 or bfloat16"),
+    "quantise, empty": (lambda: npu.npu_dynamic_quant(empty(0, 4, **BF16)), "must not be empty"),
+    "product, empty": (
+        lambda: product(x1=empty(0, 8, **INT8), pertoken_scale=empty(0)),
+        "must not be empty",
+    ),
+    "product, strided": (lambda: product(x2=empty(8, 8, **INT8)[:, ::2]), "x2 must be contiguous or transposed"),
+    "product, bf16 scale beside fp16": (lambda: product(scale=empty(4, **BF16)), "scale beside torch.float16"),
+    "product, steps": (lambda: product(pertoken_scale=empty(2, **BF16)), "pertoken_scale must be float32"),
+    "grouped, float32 scale beside bf16": (
+        lambda: grouped_product(empty(2, 4), torch.bfloat16),
+        "scale must be torch.bfloat16 beside torch.bfloat16",
+    ),
+    "grouped, bf16 scale beside fp16": (
+        lambda: grouped_product(empty(2, 4, **BF16), torch.float16),
+        "scale must be torch.float32 beside torch.float16",
+    ),
+    "grouped, to float32": (lambda: grouped_product(empty(2, 4), torch.float32), "out must be float16 or bfloat16"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_the_emulated_operator_refuses(emulator, call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call()
+        emulator.synchronize()
