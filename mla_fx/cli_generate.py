@@ -83,7 +83,7 @@ def _stream(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str], reques
             texts[front] = ""
             if front not in finished:
                 break
-            print()
+            print(flush=True)
             front += 1
             if front < len(requests):
                 print(f"> {prompts[front]}", flush=True)
