@@ -75,7 +75,7 @@ def fused(
     (without paging) `how` says so.  `how` is passed on: scale, mask, paging.
     """
     tokens, heads = q_latent.shape[:2]
-    out, lse = torch.empty_like(q_latent), q_latent.new_empty((tokens, heads), dtype=torch.float32)
+    out, lse = q_latent.new_empty(q_latent.shape), q_latent.new_empty((tokens, heads), dtype=torch.float32)
     real = sum(lengths)
     if real:
         size = next(count for count in HEADS if count >= heads)
@@ -173,4 +173,4 @@ def plain(
 
 def unseen(q_latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output 0 and LSE -inf for all queries, to be filled in for those that see keys."""
-    return torch.zeros_like(q_latent), q_latent.new_full(q_latent.shape[:2], -math.inf)
+    return q_latent.new_zeros(q_latent.shape), q_latent.new_full(q_latent.shape[:2], -math.inf)

@@ -1,7 +1,7 @@
 """The Ascend backend on the emulated CANN: one machine a process, as it came from the shop for every test."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -46,9 +46,21 @@ def to_device(operand: Any) -> Any:
     return operand.npu() if isinstance(operand, torch.Tensor) else operand
 
 
-def on_device(op: Op, *operands: Any, **rank: int) -> tuple[torch.Tensor, ...]:
-    """The Ascend rule, its results on the host; states are those of the device."""
-    given = tuple(map(to_device, operands))
+def with_gaps(operand: Any) -> Any:
+    """The same values on the device, with gaps between features and the first two axes swapped in memory."""
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    axes = [1, 0, *range(2, operand.dim())] if operand.dim() > 1 else [0]
+    shape = [operand.shape[axis] for axis in axes]
+    room = torch.zeros([*shape[:-1], 2 * shape[-1]], dtype=operand.dtype, device="npu")[..., ::2].permute(axes)
+    return room.copy_(operand)
+
+
+def on_device(
+    op: Op, *operands: Any, layout: Callable[[Any], Any] = to_device, **rank: int
+) -> tuple[torch.Tensor, ...]:
+    """The Ascend rule, its results on the host; states are contiguous, the rest as `layout` puts it."""
+    given = tuple(to_device(t) if k in op.writes else layout(t) for k, t in enumerate(operands))
     scratch = {name: Scratch() for name in op.uses}
     results = ascend.RULES[type(op)](*given, **attrs.asdict(op), **rank, **scratch)
     assert isinstance(results, tuple) and len(results) == len(op.results)
