@@ -305,7 +305,7 @@ class Engine:
         return drafts[: max(min(count, request.left - 1), 0)] if behind_prompt else []
 
     def _sample(self, request: Request, logits: torch.Tensor) -> int:
-        weights = torch.softmax(logits.double().cpu() / self.temperature, 0)
+        weights = torch.softmax(logits.cpu().double() / self.temperature, 0)
         return int(torch.multinomial(weights, 1, generator=request.generator))
 
 
