@@ -345,7 +345,7 @@ class Engine:
         return _until(self.end, drafts[: max(min(self.drafter.count, request.left - 1), 0)])
 
     def _sample(self, request: Request, logits: torch.Tensor) -> int:
-        wide = logits.double().cpu()
+        wide = logits.cpu().double()
         weights = torch.softmax((wide - wide.max()) / self.temperature, 0)
         return int(torch.multinomial(weights, 1, generator=request.generator))
 

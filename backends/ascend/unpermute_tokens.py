@@ -30,8 +30,8 @@ def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor) -> tup
         return (rows.new_zeros((tokens, rows.shape[1])),)
     pairs = tokens * top_k
     elsewhere = source < 0
-    behind = elsewhere.view(-1).to(torch.int32).cumsum(0, dtype=torch.int32)  # how many so far, this pair included
-    index = torch.where(elsewhere.view(-1), pairs - behind, source.reshape(-1))
+    behind = elsewhere.reshape(-1).to(torch.int32).cumsum(0, dtype=torch.int32)  # how many so far, this pair included
+    index = torch.where(elsewhere.reshape(-1), pairs - behind, source.reshape(-1))
     from_the_end = torch.arange(pairs, 0, -1, dtype=torch.int32, device=rows.device)
     rows = rows.masked_fill((from_the_end <= behind[-1:]).unsqueeze(1), 0)
     return (torch.ops.npu.npu_moe_token_unpermute(rows, index, weights.masked_fill(elsewhere, 0)),)

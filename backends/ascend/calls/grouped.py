@@ -23,7 +23,10 @@ EXPERTS, _LIMIT = 1024, 65536
 
 
 def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **how: Any) -> torch.Tensor:
-    """`rows` [Z, D], `weight` [Y, F, D], `counts` [Y] -> [Z, F].  `how` is passed on: scales, the dtype of the result.
+    """`rows` [Z, D], `weight` [Y, F, D], `counts` [Y] -> [Z, F].
+
+    `how` is passed on: scales, those of the weight [Y, F] (the page says one axis, which is for a weight of two), and
+    the dtype of the result.
 
     Raises `InputError` for sizes that the operator does not take.
     """

@@ -99,24 +99,11 @@ def run_scatter_cache(
             value_cache[slot // size, slot % size] = value[row]
 
 
-def check_swiglu(x: torch.Tensor, axis: int, out: torch.Tensor) -> None:
-    """Two halves."""
-    require(x.dtype in _FLOATS, f"x must be float16, bfloat16 or float32: got {x.dtype}")
-    require(x.shape[axis] % 2 == 0, f"axis {axis} of x must be even: got {x.shape[axis]}")
-
-
-def run_swiglu(x: torch.Tensor, axis: int, out: torch.Tensor) -> None:
-    """In float32, rounded once."""
-    gate, up = x.float().chunk(2, axis)
-    out.copy_(torch.nn.functional.silu(gate) * up)
-
-
 #: Name to operator.
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
     {
         "aclnnTransposeBatchMatMul": Operator("T T T T I I I i8 i32 O", run_transpose_matmul, check_transpose_matmul),
         "aclnnRmsNorm": Operator("T T d O O", run_rms_norm, check_rms_norm),
-        "aclnnSwiGlu": Operator("T i64 O", run_swiglu, check_swiglu),
         "aclnnScatterPaKvCache": Operator("T T T T T T T T s s I I", run_scatter_cache, check_scatter_cache),
     }
 )

@@ -138,8 +138,8 @@ class _Call:
     def tensors(self, *, written: bool) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for kind, value in zip(self.operator.kinds, self.arguments, strict=True):
-            if (kind in "OW") is written and kind in ("T", "O", "L", "W"):
-                found += [t for t in (value if kind in "LW" else [value]) if t is not None]
+            if (kind in ("O", "W")) is written and kind in ("T", "O", "L", "W"):
+                found += [t for t in (value if kind in ("L", "W") else [value]) if t is not None]
         return found
 
 

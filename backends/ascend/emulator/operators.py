@@ -59,12 +59,6 @@ def _sort(a: torch.Tensor, stable: bool, axis: int, descending: bool, values: An
     indices.copy_(index)
 
 
-def _top_k(a: torch.Tensor, k: int, axis: int, largest: bool, ordered: bool, values: Any, indices: Any) -> None:
-    found, index = a.topk(k, axis, largest, ordered)
-    values.copy_(found)
-    indices.copy_(index)
-
-
 #: Name to operator.
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
     {
@@ -81,8 +75,6 @@ OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
         "aclnnNeg": Operator("T O", lambda a, out: out.copy_(-a)),
         "aclnnExp": Operator("T O", lambda a, out: out.copy_(a.exp())),
         "aclnnEqScalar": Operator("T S O", lambda a, b, out: out.copy_(a == b)),
-        "aclnnLtScalar": Operator("T S O", lambda a, b, out: out.copy_(a < b)),
-        "aclnnGeScalar": Operator("T S O", lambda a, b, out: out.copy_(a >= b)),
         "aclnnBitwiseOrTensor": Operator("T T O", lambda a, b, out: out.copy_(a | b)),
         "aclnnAll": Operator("T I b O", lambda a, axes, keep, out: out.copy_(torch.all(a, axes, keep))),
         "aclnnLogSumExp": Operator("T I b O", lambda a, axes, keep, out: out.copy_(torch.logsumexp(a, axes, keep))),
@@ -116,7 +108,6 @@ OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
         "aclnnGather": Operator("T i64 T O", lambda a, axis, index, out: out.copy_(a.gather(axis, index))),
         "aclnnScatterValue": Operator("T i64 T S i64 O", _scatter_value),
         "aclnnSort": Operator("T b i64 b O O", _sort),
-        "aclnnTopk": Operator("T i64 i64 b b O O", _top_k),
         **attention.OPERATORS,
         **experts.OPERATORS,
         **fused.OPERATORS,

@@ -3,45 +3,23 @@
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends
 from mla_fx.backends import Backend, Executable
-from mla_fx.backends.inputs import DTYPES
 from mla_fx.backends.torch_streams import OnStreams
-from mla_fx.effects import Program, Step
-from mla_fx.models import Loader, ModelConfig, model_step
-from tests.setups import CONFIG, Setup, checkpoint, model_config
+from mla_fx.effects import Program
+from tests.setups import CONFIG, Setup
 
 #: L and R as the operator wants them; everything else small, and sizes that V-up and absorption take fused.
 LATENT = evolve(CONFIG, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=16, v_head_dim=16)
 
 
-@frozen
-class Dense(Setup):
-    """A whole model without experts, for which there are no rules on Ascend."""
-
-    @property
-    def model(self) -> ModelConfig:
-        assert self.layers is not None
-        return evolve(model_config(self.layers, self.config), first_k_dense_replace=self.layers)
-
-    @property
-    def step(self) -> Step:
-        return super().step if self.layers is None else model_step(self.model, self.shape)
-
-    def _params(self, rank: int, seed: int) -> Any:
-        if self.layers is None:
-            return super()._params(rank, seed)
-        whole = checkpoint(self.model, seed)
-        return Loader(checkpoint=whole, rank=rank, ranks=self.ranks, dtype=DTYPES[self.dtype]).model()
-
-
 def setup(dtype: str, **sizes: Any) -> Setup:
     if dtype == "fp32":
-        return Dense(dtype=dtype, **sizes)
-    return Dense(dtype=dtype, config=LATENT, block_size=16, **sizes)
+        return Setup(dtype=dtype, **sizes)
+    return Setup(dtype=dtype, config=LATENT, block_size=16, **sizes)
 
 
 def body(run: Executable) -> OnStreams:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mla_fx import backends, orchestrations
-from mla_fx.backends import MissingRuleError
 from mla_fx.effects import InputError, LawError, Wait, schedule
 from tests.backends.ascend.steps import ascend, body, equal, leaves, setup
 from tests.setups import Setup
@@ -60,12 +59,6 @@ def test_replicated_query(dtype):
 def test_whole_model_of_dense_layers(dtype, layers):
     """From tokens to logits."""
     verify(setup(dtype, layers=layers), "attention-aside")
-
-
-def test_experts_have_no_rules_yet():
-    experts = Setup(layers=2)
-    with pytest.raises(MissingRuleError, match="backend ascend has no rule for gating_top_k"):
-        ascend(2).compile(schedule(experts.step, orchestrations.serial))
 
 
 @pytest.mark.parametrize("orchestration", ["exchange-aside", "attention-aside"])

@@ -35,16 +35,17 @@ def issued(emulator, op, *operands, **rank) -> list[str]:
 
 @each_dtype
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(19, 4), (9, 8), (6, 1)], ids=["padded", "a rank without", "one"])
-@pytest.mark.parametrize("tokens", [[], [3], [0, -1, 5, 4, 8, 8]], ids=str)
+@pytest.mark.parametrize("tokens", [[], [3], [0, -1, 5, 4, 8, 8, 9, 18, 19]], ids=str)
 def test_embedding(rng, dtype, vocabulary, ranks, tokens):
+    """As the reference even behind the vocabulary, in the rows that fill the last rank up."""
     own = -(-vocabulary // ranks)
     table = random(rng, ranks * own, 6, dtype=dtype)
     table[vocabulary:] = math.nan
-    op, given = ops.Embedding(vocabulary, ranks), torch.tensor([t % vocabulary if t > 0 else t for t in tokens])
+    op, given = ops.Embedding(vocabulary, ranks), torch.tensor(tokens, dtype=torch.int64)
     for rank in range(ranks):
         shard = table[rank * own : (rank + 1) * own]
-        (got,) = on_device(op, given.long(), shard, rank=rank)
-        assert got.dtype == dtype and torch.equal(got.double(), right(op, given.long(), shard, rank=rank)[0])
+        (got,) = on_device(op, given, shard, rank=rank)
+        assert got.dtype == dtype and torch.equal(got.double(), right(op, given, shard, rank=rank)[0])
 
 
 @each_dtype
@@ -142,7 +143,7 @@ def test_gate_that_the_operator_takes(rng, emulator, op, experts, tokens):
         (attrs.evolve(V3, normalise=False), 256),
         (attrs.evolve(V3, top_k=2, groups=4, top_groups=2), 8),
         (attrs.evolve(V3, groups=1, top_groups=1), 2080),
-        (attrs.evolve(V3, groups=64, top_groups=4), 64 * 33),
+        (attrs.evolve(V3, groups=100, top_groups=4), 400),
     ],
     ids=["v2", "softmax, normalised", "not normalised", "two a group", "2080", "padded too far"],
 )
@@ -221,7 +222,7 @@ def test_unpermute_tokens(rng, emulator, dtype, route):
     _, counts, source = right(op, x, experts, rank=rank)
     rows = random(rng, experts.numel(), 6, dtype=dtype)
     rows[int(counts.sum()) :] = math.nan
-    weights = random(rng, *experts.shape, dtype=torch.float32)
+    weights = random(rng, *experts.shape, dtype=torch.float32).masked_fill(source < 0, math.nan)
     (got,) = verify(ops.UnpermuteTokens(), rows, source, weights)
     assert got.dtype == dtype and got.isfinite().all()
     for t, sources in enumerate(source):

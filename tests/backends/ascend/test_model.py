@@ -13,7 +13,7 @@ from mla_fx.models.tokenizer import Tokenizer
 from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
 
 CHECKPOINT, TOKENIZER = Checkpoint.open(DIRECTORY), Tokenizer(DIRECTORY)
-PROBLEMS = problems(6, seed=1)
+PROBLEMS = problems(4, seed=1)
 #: Of logits, hidden states and caches, all of about size 1; many roundings in a row.
 ATOL = {"bf16": 0.12, "fp16": 0.015, "fp32": 1e-5}
 #: An activation rounded to 16 bits may fall on the next of its 127 steps.
@@ -106,7 +106,7 @@ def test_int8_weights_must_be_on_the_device(emulator):
 def generated(name: str, ranks: int, quantization: str | None, drafts: int) -> tuple[list[list[int]], int]:
     """Tokens of all problems, and how many drafts were accepted; more requests than a step takes, prompts in chunks."""
     shape = StepShape(
-        ranks=ranks, requests=4, blocks=16, block_size=4, table_width=8, dtype="fp32", quantization=quantization
+        ranks=ranks, requests=3, blocks=12, block_size=4, table_width=8, dtype="fp32", quantization=quantization
     )
     runner = Runner.load(CHECKPOINT, backends.get(name, ranks=ranks), shape=shape, mtp=bool(drafts))
     engine = Engine(
@@ -131,6 +131,28 @@ def test_text_is_that_of_the_cpu(emulator, ranks, quantization, drafts):
     end = CHECKPOINT.config.eos_token_id[0]
     assert [TOKENIZER.decode(text) for text in texts] == [answer for _, answer in PROBLEMS]
     assert all(text[-1] == end for text in texts)
+
+
+def test_sampling_is_that_of_the_cpu(emulator, monkeypatch):
+    """Probabilities are worked out on the host: on a device, what is asked for in float64 comes in float32."""
+    given, real = [], torch.multinomial
+
+    def spy(weights: torch.Tensor, *rest, **named) -> torch.Tensor:
+        given.append((weights.dtype, weights.device.type))
+        return real(weights, *rest, **named)
+
+    def sampled(name: str) -> list[list[int]]:
+        shape = StepShape(ranks=1, requests=3, blocks=12, block_size=4, table_width=8, dtype="fp32")
+        runner = Runner.load(CHECKPOINT, backends.get(name), shape=shape)
+        engine = Engine(runner=runner, chunk=6, temperature=3.0)
+        requests = [engine.add(TOKENIZER.encode(PROBLEMS[0][0]), max_new_tokens=6, seed=seed) for seed in range(3)]
+        list(engine.run())
+        return [request.new_tokens for request in requests]
+
+    monkeypatch.setattr(torch, "multinomial", spy)
+    texts = sampled("ascend")
+    assert set(given) == {(torch.float64, "cpu")}
+    assert texts == sampled("cpu") and len(set(map(tuple, texts))) == 3
 
 
 def test_drafts_do_not_change_the_text(emulator):

@@ -34,21 +34,24 @@ def test_quant_linear(rng, dtype, tokens, inner):
 
 
 @each_dtype
-def test_sums_are_of_integers_and_exact(dtype):
-    """2500 products of 127 x 127 and a smallest one: 40 322 501, which float32 additions one by one do not reach.
+@pytest.mark.parametrize("grouped", [False, True])
+def test_sums_are_of_integers_and_exact(rng, dtype, grouped):
+    """20 000 products of about 9 000: what float32 adds up to here is off in most of 64 features.
 
-    Steps are 1, since the largest number of the token is 127, and the scale is 1; the result is rounded once.
-    Minus as much, but for the smallest one, that one is left.
+    Steps are 1, since the largest number of the token is 127, and scales are powers of two, so that the one
+    rounding is that of the sum.
     """
-    x = torch.full((1, 2501), 127.0).to(dtype)
-    x[0, 1250] = 1
-    weight = torch.full((2, 2501), 127, dtype=torch.int8)
-    weight[:, 1250] = 1
-    weight[1, 1251:] = -127
-    exact = torch.tensor([[2500 * 127**2 + 1, 1]], dtype=torch.float64)
-    scale = torch.full((2,), 2.0**-10)  # which keeps it in the range of fp16
-    (got,) = on_device(ops.QuantLinear(), x, weight, scale)
-    assert torch.equal(got, (exact * 2.0**-10).to(dtype))
+    x = torch.as_tensor(rng.integers(64, 128, (1, 20_000))).to(dtype)
+    x[0, 7] = 127
+    weight = torch.as_tensor(rng.integers(64, 128, (64, 20_000))).to(torch.int8)
+    scale = torch.full((64,), 2.0**-13)  # which keeps it in the range of fp16
+    want = (x.long() @ weight.long().t()).to(torch.float32) * scale
+    if grouped:
+        given = torch.stack((weight, weight)), torch.stack((scale, scale)), torch.tensor([0, 1])
+        (got,) = on_device(ops.QuantGroupedLinear(), x, *given)
+    else:
+        (got,) = on_device(ops.QuantLinear(), x, weight, scale)
+    assert torch.equal(got, want.to(dtype))
 
 
 @each_dtype
