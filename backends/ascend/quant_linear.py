@@ -25,6 +25,5 @@ def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> tuple[to
     if not x.shape[0]:
         return (x.new_empty((0, features)),)
     q, step = torch.ops.npu.npu_dynamic_quant(x)
-    return (
-        torch.ops.npu.npu_quant_matmul(q, weight.t(), scale.contiguous(), pertoken_scale=step, output_dtype=x.dtype),
-    )
+    scales = {"scale": scale.contiguous(), "pertoken_scale": step}
+    return (torch.ops.npu.npu_quant_matmul(q, weight.contiguous().t(), **scales, output_dtype=x.dtype),)

@@ -144,7 +144,7 @@ def test_sampling_is_that_of_the_cpu(emulator, monkeypatch):
     def sampled(name: str) -> list[list[int]]:
         shape = StepShape(ranks=1, requests=3, blocks=12, block_size=4, table_width=8, dtype="fp32")
         runner = Runner.load(CHECKPOINT, backends.get(name), shape=shape)
-        engine = Engine(runner=runner, chunk=6, temperature=3.0)
+        engine = Engine(runner=runner, chunk=6, temperature=30.0)
         requests = [engine.add(TOKENIZER.encode(PROBLEMS[0][0]), max_new_tokens=6, seed=seed) for seed in range(3)]
         list(engine.run())
         return [request.new_tokens for request in requests]
