@@ -1,5 +1,6 @@
 """MLA decode under decode context parallelism: pure functions, stream effects as values, interchangeable backends."""
 
+from mla_fx import autoload as autoload  # first: it imports torch
 from mla_fx.attention import current_attention as current_attention
 from mla_fx.attention import history_attention as history_attention
 from mla_fx.attention import write_cache as write_cache

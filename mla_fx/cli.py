@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
@@ -28,6 +28,12 @@ from mla_fx.effects import (
     violations,
 )
 from mla_fx.effects.aval import FLOATS, ShapeError
+
+if TYPE_CHECKING:
+    from mla_fx.models import ModelConfig
+
+#: Names of `mla_fx.backends`; those that need what is not there say so when they are asked for.
+BACKENDS = ("ascend", "cpu", "reference")
 
 _DECODE = """
 Decode with a DeepSeek model under decode context parallelism, all ranks in
@@ -68,13 +74,18 @@ _EXAMPLES = {
         "mla-fx decode --ranks 8 --block-size 128 --interleave 128 --dtype fp16",
         "mla-fx decode --model DIR --orchestration attention-aside --steps 100",
         "mla-fx decode --adversary 7        the same steps, late and out of order",
+        "mla-fx decode --backend ascend --emulate        through torch_npu, without an NPU",
     ],
     "generate": [
         "mla-fx generate --prompt '347 + 25 =' --prompt '9 + 4 ='",
         "mla-fx generate --drafts 2 --ranks 4 --quantization w8a8",
         "mla-fx generate --model DIR --prompt '1 2 3' --max-new-tokens 20",
     ],
-    "show": ["mla-fx show", "mla-fx show --orchestration exchange-aside --mode conservative", "mla-fx show --layers 4"],
+    "show": [
+        "mla-fx show --orchestration exchange-aside --mode conservative",
+        "mla-fx show --layers 4",
+        "mla-fx show --ranks 2 --device-trace        what an emulated Ascend gets to do",
+    ],
     "check": ["mla-fx check --layers 61", "mla-fx check --without 21", "mla-fx check --orchestration mine:two_streams"],
 }
 
@@ -118,6 +129,10 @@ def _parser() -> argparse.ArgumentParser:
             "--layers", type=_count, metavar="N", help="a model of N whole layers instead of one layer's attention"
         )
         command.add_argument("--tokens", type=_count, default=4, metavar="T", help="tokens of a step (default 4)")
+    show.add_argument(
+        "--device-trace", action="store_true", help="run one step on the emulated Ascend and print what reached it"
+    )
+    show.add_argument("--seed", type=int, default=0, help="of the emulated device (default 0)")
     check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
     check.add_argument("--without", type=int, metavar="K", help="leave effect number K out")
     return parser
@@ -146,7 +161,13 @@ def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
         metavar="S",
         help="tokens a cache block (default %(default)s)",
     )
-    add("--dtype", choices=FLOATS, default="bf16", help="dtype of weights, cache and activations (default %(default)s)")
+    add(
+        "--dtype",
+        choices=FLOATS,
+        default=None if small else "bf16",
+        help="dtype of weights, cache and activations (default bf16"
+        + (", or fp32 where the operators of Ascend do not take the model's sizes)" if small else ")"),
+    )
     add(
         "--orchestration",
         default="attention-aside",
@@ -173,10 +194,11 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         metavar="I",
         help="positions a rank owns in a row; divides the block (default 1)",
     )
-    add("--backend", choices=("cpu", "reference"), default="cpu", help="what runs the steps (default %(default)s)")
+    add("--backend", choices=sorted(BACKENDS), default="cpu", help="what runs the steps (default %(default)s)")
+    add("--emulate", action="store_true", help="run --backend ascend on the emulated CANN, without an NPU")
     add("--requests", type=_count, default=2, metavar="B", help="requests in the batch (default %(default)s)")
     add("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
-    add("--adversary", type=int, metavar="SEED", help="run on the hostile machine with this seed")
+    add("--adversary", type=int, metavar="SEED", help="run on the hostile machine, or the emulated one, with this seed")
 
 
 def _decode_options(parser: argparse.ArgumentParser) -> None:
@@ -258,7 +280,7 @@ def _generate(options: argparse.Namespace) -> int:
     return generate(options, placement(options.orchestration))
 
 
-def _program(options: argparse.Namespace) -> Program:
+def _program(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Program]:
     from mla_fx.models import deepseek_v3_config, load_config, model_step
 
     config = load_config(options.model) if options.model else deepseek_v3_config()
@@ -276,11 +298,15 @@ def _program(options: argparse.Namespace) -> Program:
         if options.layers is None
         else model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens)
     )
-    return schedule(step, placement(options.orchestration), mode=options.mode)
+    return config, shape, schedule(step, placement(options.orchestration), mode=options.mode)
 
 
 def _show(options: argparse.Namespace) -> int:
-    program = _program(options)
+    config, shape, program = _program(options)
+    if options.device_trace:
+        from mla_fx.cli_trace import device_trace
+
+        return device_trace(options, config, shape, program)
     head, *lines = str(program).splitlines()
     width = len(str(len(program.effects)))
     print(head)
@@ -291,7 +317,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    program = _named(options.program, "--program") if options.program else _program(options)
+    program = _named(options.program, "--program") if options.program else _program(options)[2]
     if not isinstance(program, Program):
         raise InputError(f"--program: must be a Program: got {type(program).__name__}")
     if options.without is not None:

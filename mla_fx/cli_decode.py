@@ -11,6 +11,7 @@ from attrs import define, field
 from tqdm import tqdm
 
 from mla_fx import StepShape, backends, orchestrations
+from mla_fx.cli_backend import chosen, dtype
 from mla_fx.effects import InputError
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY, problems
@@ -61,6 +62,7 @@ class Comparison:
 
     def add(self, found: torch.Tensor, right: torch.Tensor) -> None:
         """Take the logits [rows, vocabulary] of one step into account."""
+        found = found.cpu()
         difference = (found.double() - right).abs() / right.square().mean().sqrt()
         self.largest = max(self.largest, float(difference.max()))
         self.squares += float(difference.square().sum())
@@ -97,7 +99,7 @@ def decode(options: argparse.Namespace, placement: Callable[..., str]) -> int:
         blocks=len(prompts) * per_request,
         block_size=options.block_size,
         table_width=per_request,
-        dtype=options.dtype,
+        dtype=dtype(options, config),
         replicate_query=options.replicate_query,
         quantization=options.quantization,
     )
@@ -105,9 +107,9 @@ def decode(options: argparse.Namespace, placement: Callable[..., str]) -> int:
     heads = f"{config.attention.num_attention_heads} heads, latent {config.attention.kv_lora_rank}"
     print(f"{name}: {config.num_hidden_layers} layers, {heads}")
     title = orchestrations.title(placement)
-    print(f"{options.backend}, {options.ranks} ranks, {options.dtype}, {title} ({options.mode})")
+    print(f"{options.backend}, {options.ranks} ranks, {shape.dtype}, {title} ({options.mode})")
 
-    made = [backends.get(options.backend, ranks=options.ranks, adversary=options.adversary)]
+    made = [chosen(options)]
     if not options.no_reference:
         made.append(backends.get("reference", ranks=options.ranks))
     lanes = [

@@ -6,7 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from mla_fx import Sharding, StepShape, backends
+from mla_fx import Sharding, StepShape
+from mla_fx.cli_backend import chosen, dtype
 from mla_fx.effects import InputError
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Request, Runner
 from mla_fx.models.addition import DIRECTORY, problems
@@ -43,13 +44,13 @@ def _engine(options: argparse.Namespace, placement: Callable[..., str], checkpoi
         blocks=options.blocks or options.requests * width,
         block_size=options.block_size,
         table_width=width,
-        dtype=options.dtype,
+        dtype=dtype(options, checkpoint.config),
         replicate_query=options.replicate_query,
         quantization=options.quantization,
     )
     runner = Runner.load(
         checkpoint,
-        backends.get(options.backend, ranks=options.ranks, adversary=options.adversary),
+        chosen(options),
         shape=shape,
         mtp=options.drafts > 0,
         interleave=options.interleave,

@@ -6,7 +6,9 @@
         run = backend(ranks=4).compile(program)
 
 runs the test on `reference`, on `cpu`, and on `cpu` under the hostile machine;
-`@pytest.mark.parametrize("backend", ["cpu"], indirect=True)` chooses one.
+`@pytest.mark.parametrize("backend", ["cpu"], indirect=True)` chooses one, and
+"ascend", which is not among those, runs the test through torch_npu on the
+emulated CANN, whose streams are interleaved by the seed.
 Needs pytest.
 """
 
@@ -31,6 +33,11 @@ def backend(request: pytest.FixtureRequest) -> Callable[..., Backend]:
     name, _, hostile = request.param.partition("-")
 
     def make(*, ranks: int = 1, seed: int = 0) -> Backend:
+        if name == "ascend":
+            from mla_fx.backends.ascend.emulator import emulate
+
+            emulate(seed=seed)
+            return backends.get(name, ranks=ranks)
         return backends.get(name, ranks=ranks, adversary=seed if hostile else None)
 
     return make

@@ -12,6 +12,7 @@ operators are a few lines of torch each, with the refusals of the real ones.
 Nothing here says how fast an NPU is, and nothing here has been compared with one.
 """
 
+import contextlib
 import os
 import sys
 from functools import cache
@@ -40,7 +41,8 @@ def emulate(*, seed: int = 0) -> Machine:
             raise InputError("emulate: must be called before torch_npu is imported: got it imported over another CANN")
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # for processes that are started from here
     machine = _machine()
-    import torch_npu  # noqa: F401
+    with contextlib.redirect_stdout(sys.stderr):  # on which the wheel has things to say about its environment
+        import torch_npu  # noqa: F401
 
     machine.seed(seed)
     return machine

@@ -4,8 +4,11 @@ The memory of a dropped value is handed on by the wheel's caching allocator,
 kept back by its `record_stream`; the emulated device does the rest.
 """
 
+import random
+
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from mla_fx import orchestrations
 from mla_fx.effects import Keep, Program, Record, Wait, check, schedule
@@ -78,6 +81,46 @@ def nothing_can_be_left_out(emulator, program: Program, given: Setup) -> None:
     for index, effect in enumerate(program.effects):
         if isinstance(effect, Record | Wait | Keep):
             assert goes_wrong(emulator, program.without(index), given, expected), f"without {effect}"
+
+
+@pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+@pytest.mark.parametrize("seeds", [range(10, 40), pytest.param(range(40, 240), marks=pytest.mark.soak)], ids=len)
+def test_many_seeds_give_the_same_bits(emulator, orchestration, seeds):
+    given = setup("bf16")
+    expected = expectation(emulator, schedule(given.step, orchestrations.serial), given)
+    trial = Trial(ascend(given.ranks), schedule(given.step, orchestrations.NAMED[orchestration]), given)
+    for seed in seeds:
+        got = outcome(emulator, trial, seed)
+        assert got is not None and equal(got, expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("orchestration", ["exchange-aside", "attention-aside"])
+def test_step_after_step_with_changing_lengths(emulator, orchestration, steps):
+    """Nothing is waited for between the steps; a sequence starts over when its blocks are full."""
+    given, draw = setup("bf16", interleave=4), random.Random(5)
+    lengths: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    done = [0, 0]
+    for _ in range(steps):
+        query = draw.choice([(1, 1), (1, 2), (2, 1), (0, 3), (3, 0), (1, 0)])
+        done = [0 if n > 150 else n for n in done]
+        lengths.append(((done[0], done[1]), query))
+        done = [n + q for n, q in zip(done, query, strict=True)]
+
+    def run_all(name: str, seed: int) -> list[torch.Tensor]:
+        emulator.seed(seed)
+        backend = ascend(given.ranks)
+        run = backend.compile(schedule(given.step, orchestrations.NAMED[name]))
+        params, caches, hidden = backend.put((given.params(), given.caches(), given.hidden()), copy=True)
+        outs = []
+        for history, query in lengths:
+            out, caches = run(params, caches, hidden, given.batches(history, query))
+            outs.append(out[0])
+        return [out.cpu() for out in (*outs, *pytree.tree_leaves(caches))]
+
+    expected = run_all("serial", 0)
+    assert not any(out.isnan().any() for out in expected)
+    assert equal(run_all(orchestration, 1 + steps), expected)
 
 
 def test_a_seed_replays(emulator):

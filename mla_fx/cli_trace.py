@@ -1,0 +1,78 @@
+"""`mla-fx show --device-trace`: what one step of a program gives to the device, from the emulated one."""
+
+import argparse
+import math
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mla_fx import Sharding, backends, plan_batch
+from mla_fx.backends.ascend.emulator import Traced, emulate
+from mla_fx.backends.torch_streams import OnStreams
+from mla_fx.decode import StepShape, attention_avals
+from mla_fx.dtypes import DTYPES
+from mla_fx.effects import Aval, InputError, Program
+from mla_fx.models import ModelConfig
+from mla_fx.parameters import empty_cache
+
+
+def device_trace(options: argparse.Namespace, config: ModelConfig, shape: StepShape, program: Program) -> int:
+    """Run one step on the emulated device and print what ran for rank 0, in the order in which it ran."""
+    if options.layers is not None:
+        raise InputError(f"--device-trace: runs the attention of one layer: got --layers {options.layers}")
+    if options.tokens > shape.blocks:
+        raise InputError(f"--device-trace: takes at most {shape.blocks} tokens: got --tokens {options.tokens}")
+    emulator = emulate(seed=options.seed)
+    backend = backends.get("ascend", ranks=options.ranks)
+    run = backend.compile(program)
+    arguments = backend.put(_arguments(config, shape))
+    run(*arguments)  # the first step makes constants and workspaces
+    with emulator.tracing() as trace:
+        run(*arguments)
+    assert isinstance(run.body, OnStreams)
+    streams = {stream.npu_stream: name for (rank, name), stream in run.body.streams.items() if rank == 0}
+    events = {event.npu_event: name for (rank, name), event in run.body.events.items() if rank == 0}
+    mine = [task for task in trace if task.stream in streams]
+    width = max(len(name) for name in streams.values())
+    for task in mine:
+        print(f"{streams[task.stream]:<{width}}  {_line(task, events)}")
+    operators = sum(task.kind == "operator" for task in mine)
+    moved = sum(task.bytes_ for task in mine if task.kind in ("to_device", "to_host", "on_device"))
+    print(f"\n{len(mine)} tasks of rank 0: {operators} operators, {moved} bytes copied beside them")
+    return 0
+
+
+def _line(task: Traced, events: dict[int, str]) -> str:
+    if task.kind in ("record", "wait"):
+        return f"{task.kind} {events.get(task.event, 'meeting of the ranks')}"
+    if task.kind == "operator":
+        shapes = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in task.results)
+        return f"{task.name.removeprefix('aclnn')} -> {shapes}    {task.bytes_} bytes"
+    return f"{task.kind}    {task.bytes_} bytes"
+
+
+def _arguments(config: ModelConfig, shape: StepShape) -> tuple[object, ...]:
+    """Parameters and hidden states at random, caches of zeros, a history of half a block for every request."""
+    generator, ranks = torch.Generator().manual_seed(0), range(shape.ranks)
+
+    def made(aval: Aval) -> torch.Tensor:
+        if aval.dtype == "int8":
+            return torch.randint(-127, 128, aval.shape, generator=generator, dtype=torch.int8)
+        noise = torch.randn(aval.shape, generator=generator) / math.sqrt(aval.shape[-1])
+        return noise.to(DTYPES[aval.dtype])
+
+    params = [pytree.tree_map(made, attention_avals(config.attention, shape)) for _ in ranks]
+    cache = {"blocks": shape.blocks, "block_size": shape.block_size, "dtype": DTYPES[shape.dtype]}
+    caches = [empty_cache(config.attention, **cache)[0] for _ in ranks]  # type: ignore[arg-type]
+    hidden = made(Aval((shape.tokens, config.attention.hidden_size), shape.dtype))
+    batches = plan_batch(
+        Sharding(ranks=shape.ranks, block_size=shape.block_size),
+        history=[shape.block_size // 2] * shape.requests,
+        query=[1] * shape.tokens,
+        block_table=[[b] for b in range(shape.requests)],
+        blocks=shape.blocks,
+        tokens=shape.tokens,
+        requests=shape.requests,
+        table_width=shape.table_width,
+    )
+    return params, caches, [hidden] * shape.ranks, batches
