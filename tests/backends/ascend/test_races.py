@@ -84,12 +84,11 @@ def nothing_can_be_left_out(emulator, program: Program, given: Setup) -> None:
 
 
 @pytest.mark.parametrize("orchestration", orchestrations.NAMED)
-@pytest.mark.parametrize("seeds", [range(10, 40), pytest.param(range(40, 240), marks=pytest.mark.soak)], ids=len)
-def test_many_seeds_give_the_same_bits(emulator, orchestration, seeds):
+def test_two_hundred_seeds_give_the_same_bits(emulator, orchestration):
     given = setup("bf16")
     expected = expectation(emulator, schedule(given.step, orchestrations.serial), given)
     trial = Trial(ascend(given.ranks), schedule(given.step, orchestrations.NAMED[orchestration]), given)
-    for seed in seeds:
+    for seed in range(200):
         got = outcome(emulator, trial, seed)
         assert got is not None and equal(got, expected), f"seed {seed}"
 
