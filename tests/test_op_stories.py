@@ -7,14 +7,15 @@ from pathlib import Path
 import attrs
 import pytest
 
-from mla_fx.backends import cpu, reference
+from mla_fx.backends import cpu, cuda, reference
 from mla_fx.effects import ops
 from mla_fx.effects.op import stem
 
-BACKENDS = {"reference": reference, "cpu": cpu}
+BACKENDS = {"reference": reference, "cpu": cpu, "cuda": cuda}
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 ROOT = Path(__file__).parents[1]
-PLACES = ("effects/ops/{}.py", "backends/reference/{}.py", "backends/cpu/{}.py", "tests/ops/test_{}.py")
+FOLDERS = ("effects/ops", *(f"backends/{name}" for name in BACKENDS))
+PLACES = (*(f"{folder}/{{}}.py" for folder in FOLDERS), "tests/ops/test_{}.py")
 each_op = pytest.mark.parametrize("op", ops.ALL, ids=stem)
 
 
@@ -24,7 +25,7 @@ def test_story_is_whole(op, place):
     assert (ROOT / place.format(stem(op))).is_file()
 
 
-@pytest.mark.parametrize("folder", ["effects/ops", "backends/reference", "backends/cpu"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_no_file_is_without_an_op(folder):
     """An op that has a file stands in `ops.ALL`, once; a rule that has a file is the rule of an op."""
     stems = sorted(map(stem, ops.ALL))
@@ -46,11 +47,15 @@ def test_rule_lies_in_the_file_of_its_op(op, backend):
 @each_op
 @each_backend
 def test_rule_takes_operands_by_position_and_parameters_by_keyword(op, backend):
+    """On streams a rule gets by name what its op uses, and a collective's is a generator: one turn a rank and round."""
     signature = inspect.signature(backend.RULES[op])
     kinds = {name: p.kind for name, p in signature.parameters.items()}
     positional = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     keywords = {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY}
-    assert keywords == {a.name for a in attrs.fields(op)} | ({"rank"} if op.needs_rank else set())
+    on_streams = backend is cuda
+    used = set(op.uses) if on_streams else set()
+    assert keywords == {a.name for a in attrs.fields(op)} | ({"rank"} if op.needs_rank else set()) | used
+    assert inspect.isgeneratorfunction(backend.RULES[op]) == (on_streams and op.communicates is not None)
     assert len(positional) == (1 if op.communicates else len(op.operands))
     assert op.communicates or tuple(positional) == op.operands
 
