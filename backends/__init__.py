@@ -1,4 +1,4 @@
-"""Interpreters by name: `reference` (float64, the definition), `cpu` (native dtypes), `ascend` (torch_npu)."""
+"""Interpreters by name: `reference` (float64, the definition), `cpu` (native dtypes), `ascend` (torch_npu), `cuda`."""
 
 if __name__ != "mla_fx.backends":  # reached as a top-level name from the checkout
     raise ImportError(f"import this package as 'mla_fx.backends', not {__name__!r}")
@@ -30,9 +30,15 @@ def _ascend(ranks: int, adversary: int | None) -> Backend:
     return Backend("ascend", module.RULES, ranks=ranks, adversary=adversary, device="npu")
 
 
+def _cuda(ranks: int, adversary: int | None) -> Backend:
+    module = import_module("mla_fx.backends.cuda")
+    module.require_gpu()
+    return Backend("cuda", module.RULES, ranks=ranks, adversary=adversary, device="cuda")
+
+
 #: Name to maker; a maker imports its rules when it is asked for, never before.
 NAMED: Final[Mapping[str, Callable[[int, int | None], Backend]]] = MappingProxyType(
-    {"reference": _reference, "cpu": _cpu, "ascend": _ascend}
+    {"reference": _reference, "cpu": _cpu, "ascend": _ascend, "cuda": _cuda}
 )
 
 
@@ -43,7 +49,8 @@ def get(name: str, *, ranks: int = 1, adversary: int | None = None) -> Backend:
     memory is NaN until written and reused as early as the law allows.  The
     same seed gives the same interleaving.  On `ascend` that is for the emulator
     to do (`mla_fx.backends.ascend.emulator`).  Raises `InputError` for an
-    unknown name, and for `ascend` where torch_npu is missing or finds no NPU.
+    unknown name, for `ascend` where torch_npu is missing or finds no NPU, and
+    for `cuda` where torch finds no NVIDIA GPU.
     """
     if name not in NAMED:
         raise InputError(f"backend: must be one of {', '.join(NAMED)}: got {name!r}")

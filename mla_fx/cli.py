@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mla_fx.models import ModelConfig
 
 #: Names of `mla_fx.backends`; those that need what is not there say so when they are asked for.
-BACKENDS = ("ascend", "cpu", "reference")
+BACKENDS = ("ascend", "cpu", "cuda", "reference")
 
 _DECODE = """
 Decode with a DeepSeek model under decode context parallelism, all ranks in

@@ -7,11 +7,11 @@ from pathlib import Path
 import attrs
 import pytest
 
-from mla_fx.backends import ascend, cpu, reference
+from mla_fx.backends import ascend, cpu, cuda, reference
 from mla_fx.effects import ops
 from mla_fx.effects.op import stem
 
-BACKENDS = {"reference": reference, "cpu": cpu, "ascend": ascend}
+BACKENDS = {"reference": reference, "cpu": cpu, "ascend": ascend, "cuda": cuda}
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("effects/ops", *(f"backends/{name}" for name in BACKENDS))
@@ -47,12 +47,15 @@ def test_rule_lies_in_the_file_of_its_op(op, backend):
 @each_op
 @each_backend
 def test_rule_takes_operands_by_position_and_parameters_by_keyword(op, backend):
+    """On streams a rule gets by name what its op uses, and a collective's is a generator: one turn a rank and round."""
     signature = inspect.signature(backend.RULES[op])
     kinds = {name: p.kind for name, p in signature.parameters.items()}
     positional = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     keywords = {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY}
-    scratch = set(op.uses) if backend is ascend else set()  # on a device the interpreter passes it
-    assert keywords == {a.name for a in attrs.fields(op)} | ({"rank"} if op.needs_rank else set()) | scratch
+    on_streams = backend in (ascend, cuda)  # where the interpreter passes what an op uses, and ranks take turns
+    used = set(op.uses) if on_streams else set()
+    assert keywords == {a.name for a in attrs.fields(op)} | ({"rank"} if op.needs_rank else set()) | used
+    assert inspect.isgeneratorfunction(backend.RULES[op]) == (on_streams and op.communicates is not None)
     assert len(positional) == (1 if op.communicates else len(op.operands))
     assert op.communicates or tuple(positional) == op.operands
 

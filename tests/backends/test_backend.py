@@ -94,7 +94,7 @@ def test_refusals():
         backends.get("cpu").compile(schedule(squares(1), orchestrations.serial))
     with pytest.raises(InputError, match="ranks: the program's gather_heads is for a group of 2: got a backend of 4"):
         backends.get("cpu", ranks=4).compile(PROGRAM)
-    with pytest.raises(InputError, match="backend: must be one of reference, cpu, ascend: got 'gpu'"):
+    with pytest.raises(InputError, match="backend: must be one of reference, cpu, ascend, cuda: got 'gpu'"):
         backends.get("gpu")
     with pytest.raises(InputError, match="ranks: must be an integer of at least 1: got 0"):
         backends.get("cpu", ranks=0)

@@ -1,6 +1,6 @@
 """One op's rule, run on the backend and dtype of a test, with what every rule must keep."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cpu, reference
+from mla_fx.backends import cpu, cuda, reference
 from mla_fx.backends.inputs import DTYPES
+from mla_fx.backends.torch_streams import Scratch
 from mla_fx.effects import Aval, Op
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -44,6 +45,11 @@ class Rules:
         """What LSEs and angles are in."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    @property
+    def on_streams(self) -> bool:
+        """Whether rules are called as `mla_fx.backends.torch_streams` calls them."""
+        return self.backend is cuda
+
     def tensor(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values)).to(dtype or self.dtype)
 
@@ -53,13 +59,16 @@ class Rules:
     def __call__(self, op: Op, *operands: Any, **rank: int) -> tuple[torch.Tensor, ...]:
         """Run the rule; hold shapes and dtypes against the descriptor, and memory against the operands."""
         assert not op.communicates
-        results = self.backend.RULES[type(op)](*operands, **attrs.asdict(op), **rank)
+        scratch = {name: Scratch() for name in op.uses} if self.on_streams else {}
+        results = self.backend.RULES[type(op)](*operands, **attrs.asdict(op), **rank, **scratch)
         self.check(op, operands, results)
         return results
 
     def group(self, op: Op, operands: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
         """Run a collective for all ranks."""
         results = self.backend.RULES[type(op)](operands, **attrs.asdict(op))
+        if self.on_streams:
+            results = last_turns(results, len(operands))
         assert isinstance(results, list) and len(results) == len(operands)
         for given, got in zip(operands, results, strict=True):
             self.check(op, given, got)
@@ -100,7 +109,19 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return room.copy_(tensor)
 
 
-RUNS = [(reference, "fp64"), *((cpu, name) for name in ("bf16", "fp16", "fp32", "fp64"))]
+def last_turns(turns: Iterator[tuple[torch.Tensor, ...] | None], ranks: int) -> list[tuple[torch.Tensor, ...] | None]:
+    """What a collective's generator gives the ranks in its last round; in those before it gives None."""
+    every = list(turns)
+    assert len(every) % ranks == 0
+    assert all(turn is None for turn in every[:-ranks])
+    return every[-ranks:]
+
+
+#: The rules of `cuda` are plain torch, and here run on tensors of the host.
+RUNS = [
+    (reference, "fp64"),
+    *((backend, name) for backend in (cpu, cuda) for name in ("bf16", "fp16", "fp32", "fp64")),
+]
 
 
 @pytest.fixture(params=RUNS, ids=lambda run: f"{run[0].__name__.split('.')[-1]}-{run[1]}")

@@ -1,0 +1,11 @@
+"""CUDA rule of `ops.AbsorbQuery`."""
+
+import torch
+
+from mla_fx.backends.cuda.calls.product import per_head
+
+
+def rule(q: torch.Tensor, w_uk: torch.Tensor, *, rope: int) -> tuple[torch.Tensor]:
+    """A matrix for each head, on the first P features of the head, read where they lie."""
+    heads, nope, _ = w_uk.shape
+    return (per_head(q.reshape(q.shape[0], heads, nope + rope)[..., :nope], w_uk),)

@@ -1,0 +1,87 @@
+"""CUDA rule of `ops.HistoryAttention`: one request after the other, online softmax over tiles of its shard.
+
+With the tiles' scores s, running maximum m, sum z and accumulator a,
+
+    m' = max(m, max_j s[j])     p[j] = exp(s[j] - m')     f = exp(m - m')
+    z' = f z + sum_j p[j]       a' = f a + sum_j p[j] c[j]
+    hist = a / z                lse = m + log z
+
+All heads of all tokens of a request are the rows of one matrix product; its
+tiles are gathered by the block table and widened.  Which tiles there are
+follows from the lengths, which are on the host.  Plain torch, a handful of
+launches a tile: right on any GPU, and no rival of a fused kernel.
+Source: online softmax (Milakov and Gimelshein, arXiv 1805.02867), FlashAttention.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from mla_fx.backends.cuda.calls.product import wide
+from mla_fx.backends.torch_streams import Scratch
+
+#: Keys in a tile: latent and rope of so many take 9 MiB in float32, their scores 2 MiB for 128 heads of a token.
+TILE = 4096
+
+
+def rule(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_lengths: tuple[int, ...],
+    history_lengths: tuple[int, ...],
+    *,
+    scale: float,
+    workspace: Scratch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, softmax and accumulation in float32 (float64 beside float64); `workspace` is for operators that ask."""
+    kind, size = wide(q_latent), latent_cache.shape[1]
+    hist = q_latent.new_zeros(q_latent.shape)
+    lse = q_latent.new_full(q_latent.shape[:2], -math.inf, dtype=kind)
+    end = 0
+    for b, (queries, keys) in enumerate(zip(query_lengths, history_lengths, strict=True)):
+        start, end = end, end + queries
+        if queries and keys:
+            table = block_table[b, : -(-keys // size)]
+            q, r = (part[start:end].to(kind).flatten(0, 1) for part in (q_latent, q_rope))
+            tiles = zip(*(_tiles(cache, table, keys, kind) for cache in (latent_cache, rope_cache)), strict=True)
+            total, peak, summed = _attend(q, r, tiles, scale)
+            hist[start:end] = (summed / total).view(queries, *q_latent.shape[1:])
+            lse[start:end] = (total.log() + peak).view(queries, -1)
+    return hist, lse
+
+
+def _attend(
+    q: torch.Tensor, q_rope: torch.Tensor, tiles: Iterator[tuple[torch.Tensor, torch.Tensor]], scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """z [rows, 1], m [rows, 1], a [rows, L] after the last tile, for `q` [rows, L] and `q_rope` [rows, R]."""
+    c, k_rope = next(tiles)
+    p = _scores(q, q_rope, c, k_rope, scale)
+    peak = p.amax(1, keepdim=True)
+    p.sub_(peak).exp_()
+    total, summed = p.sum(1, keepdim=True), torch.mm(p, c)
+    for c, k_rope in tiles:
+        p = _scores(q, q_rope, c, k_rope, scale)
+        higher = torch.maximum(peak, p.amax(1, keepdim=True))
+        p.sub_(higher).exp_()
+        shrink = peak.sub_(higher).exp_()
+        total.mul_(shrink).add_(p.sum(1, keepdim=True))
+        summed.mul_(shrink).addmm_(p, c)
+        peak = higher
+    return total, peak, summed
+
+
+def _scores(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.mm(q, c.t()).addmm_(q_rope, k_rope.t(), beta=scale, alpha=scale)
+
+
+def _tiles(cache: torch.Tensor, table: torch.Tensor, keys: int, kind: torch.dtype) -> Iterator[torch.Tensor]:
+    """The first `keys` rows of the blocks in `table`, as [n, features] of dtype `kind`, n at most a tile or a block."""
+    size = cache.shape[1]
+    step = max(1, TILE // size)
+    for at in range(0, table.shape[0], step):
+        rows = cache.index_select(0, table[at : at + step]).flatten(0, 1)
+        yield rows[: keys - at * size].to(kind)

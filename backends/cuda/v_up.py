@@ -1,0 +1,11 @@
+"""CUDA rule of `ops.VUp`."""
+
+import torch
+
+from mla_fx.backends.cuda.calls.product import per_head
+
+
+def rule(attn: torch.Tensor, w_uv: torch.Tensor) -> tuple[torch.Tensor]:
+    """A matrix for each head, then heads side by side: no more than another view of the result."""
+    heads, _, value = w_uv.shape
+    return (per_head(attn, w_uv).view(attn.shape[0], heads * value),)

@@ -1,0 +1,120 @@
+"""Every call into torch_npu that a rule makes, against the wheel's own schemas and meta kernels.
+
+The rules run on tensors without data, at the sizes of DeepSeek-V3.  torch
+parses every call by the operator's schema, and its meta kernel says what comes
+back: that must be what our shape rule says.  Limits that CANN sets are not in
+a meta kernel; our own checks of them run here, and on the emulator.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_fx.backends import ascend
+from mla_fx.effects import ops
+from mla_fx.effects.op import stem
+from tests.backends.bare import Watch, ask, aval
+from tests.backends.sizes import RANKS, SIZES, TOKENS, Step, cases
+
+pytestmark = pytest.mark.usefixtures("machine")
+each_op = pytest.mark.parametrize("op", ascend.RULES, ids=stem)
+DTYPES = ("bf16", "fp16", "fp32")
+
+#: Called with an operator's arguments as torch parsed them; the wheel has no meta kernel for these (nor for their
+#: kin of other versions).  Their results are ours: of the first a size, of the second what the functional form says.
+SCHEMA_ONLY = (
+    "npu::_npu_fused_infer_attention_score_get_max_workspace.default",
+    "npu::npu_fused_infer_attention_score.out",
+)
+
+
+class Calls(Watch):
+    """Notes the calls into torch_npu, and answers for the operators that have no meta kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(device=None)  # tables are made on the host, once
+
+    def answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        size, into = SCHEMA_ONLY
+        match self.called[-1]:
+            case name if name == size:
+                torch.ops.npu.npu_fused_infer_attention_score(*args, **kwargs)
+                return args[0].new_empty(4096)
+            case name if name == into:
+                given = {key: value for key, value in kwargs.items() if key not in ("workspace", "out")}
+                results = torch.ops.npu.npu_fused_infer_attention_score(*args, **given)
+                assert kwargs["workspace"].dim() == 1
+                assert list(map(aval, kwargs["out"])) == list(map(aval, results))
+                return kwargs["out"]
+        return super().answer(function, *args, **kwargs)
+
+
+@cache
+def run(op: type[ops.Linear], step: Step) -> frozenset[str]:
+    """The operators of torch_npu that the op's rule calls; what it returns is held against the op's shape rule."""
+    called = set()
+    for case in cases(op, step):
+        with Calls() as calls:
+            results = ask(ascend.RULES[op], case, ranks=step.ranks)
+        for of_rank in results:
+            assert tuple(map(aval, of_rank)) == case.op.infer(*case.avals)
+        called |= {name for name in calls.called if name.startswith("npu::")}
+    return frozenset(called)
+
+
+@each_op
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_results_are_those_of_the_shape_rule(op, dtype, ranks):
+    for tokens in (0, *TOKENS):
+        run(op, Step(ranks, tokens, dtype))
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Operators of torch_npu in a piece of code: attributes of `torch.ops.npu`, or of a local name for it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("torch.ops.npu", "npu"):
+            yield node.attr
+
+
+def test_every_operator_in_the_sources_was_called():
+    """A call in a branch that no size takes would be checked by nothing."""
+    folder = Path(ascend.__file__).parent
+    sources = [*folder.glob("*.py"), *(folder / "calls").glob("*.py")]
+    wanted = {name for path in sources for name in named(ast.parse(path.read_text()))}
+    steps = [Step(ranks, 64, dtype) for ranks in RANKS for dtype in DTYPES]
+    called = {name for op in ascend.RULES for step in steps for name in run(op, step)}
+    assert wanted == {name.split("::")[1].split(".")[0] for name in called}
+    assert called >= set(SCHEMA_ONLY)
+
+
+@pytest.mark.parametrize("name", SCHEMA_ONLY)
+def test_there_is_no_meta_kernel(name):
+    """Where the wheel gets one, we need not answer for it any more."""
+    operator, overload = name.removeprefix("npu::").split(".")
+    assert not getattr(getattr(torch.ops.npu, operator), overload).has_kernel_for_dispatch_key("Meta")
+    assert torch.ops.npu.npu_rms_norm.default.has_kernel_for_dispatch_key("Meta")
+
+
+def test_every_op_has_sizes(monkeypatch):
+    assert set(SIZES) == set(ops.ALL)
+    monkeypatch.delitem(SIZES, ops.Rope)
+    with pytest.raises(LookupError, match="no sizes for op Rope"):
+        cases(ops.Rope, Step(1, 1))
+
+
+def test_a_call_that_does_not_fit_is_refused():
+    """By torch's own parser: a name, an order, a type that the schema has not."""
+    x, weight = torch.empty(2, 8, device="meta"), torch.empty(8, device="meta")
+    norm = torch.ops.npu.npu_rms_norm
+    with Calls() as calls:
+        norm(x, weight, 1e-6)
+        for wrong in (lambda: norm(x, weight, eps=1e-6), lambda: norm(x, 1e-6, weight), lambda: norm(x)):
+            with pytest.raises(RuntimeError, match="npu_rms_norm"):
+                wrong()
+    assert calls.called == ["npu::npu_rms_norm.default"]

@@ -1,0 +1,80 @@
+"""A rule on tensors without data: what it returns, and every operator that it calls on the way."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mla_fx.backends import Rule
+from mla_fx.backends.torch_streams import Scratch
+from mla_fx.effects import Aval, Op
+from tests.backends.sizes import Case
+from tests.ops.conftest import NAMES
+
+#: Operators that hand a number or a number of rows to the host, so that it waits for the device.
+WAITING = {
+    "_local_scalar_dense",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "nonzero_static",
+    "unique_consecutive",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+}
+
+
+class WaitError(AssertionError):
+    """A rule waits for the device."""
+
+
+class Watch(TorchDispatchMode):
+    """Notes what is called, refuses what waits for the device, and tensors that are made elsewhere than on `device`."""
+
+    def __init__(self, device: str | None = "meta") -> None:
+        super().__init__()
+        self.device, self.called = device, list[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = function._schema.name.split("::")[1]
+        self.called.append(f"{function._schema.name}.{function._overloadname}")
+        masks = [
+            t for t in tree_leaves(args[1:]) if isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8)
+        ]
+        if name in WAITING or (name in ("index", "index_put", "index_put_") and masks):
+            raise WaitError(f"{name} waits for the device")
+        if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
+            raise WaitError(f"{name} without a size waits for the device")
+        results = self.answer(function, *args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor) and self.device not in (None, tensor.device.type):
+                raise WaitError(f"{name} makes a tensor on {tensor.device}")
+        return results
+
+    def answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a call returns."""
+        return function(*args, **kwargs)
+
+
+def aval(tensor: torch.Tensor) -> Aval:
+    return Aval(tuple(tensor.shape), NAMES[tensor.dtype])
+
+
+def ask(rule: Rule, case: Case, *, ranks: int, device: str = "meta") -> list[tuple[torch.Tensor, ...]]:
+    """The rule's results, asked as the interpreter of streams asks: of every rank, or of the last one by itself."""
+    op: Op = case.op
+    operands = case.operands(device)
+    if op.communicates:
+        turns = list(rule([operands] * ranks, **attrs.asdict(op)))
+        return turns[-ranks:]
+    scratch = {name: Scratch() for name in op.uses}
+    rank = {"rank": ranks - 1} if op.needs_rank else {}
+    return [rule(*operands, **attrs.asdict(op), **rank, **scratch)]

@@ -1,0 +1,94 @@
+"""No CUDA rule waits for the device: each runs on tensors without data, at the sizes of DeepSeek-V3."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_fx.backends import cuda
+from mla_fx.backends.cuda import grouped_linear, rope_angles
+from mla_fx.backends.cuda.calls import product
+from mla_fx.effects import ops
+from mla_fx.effects.op import stem
+from tests.backends.bare import WaitError, Watch, ask, aval
+from tests.backends.sizes import RANKS, TOKENS, Step, cases
+
+each_op = pytest.mark.parametrize("op", ops.ALL, ids=stem)
+#: Ops whose rules call something that CUDA has and a CPU has not.
+OTHERWISE = (ops.Linear, ops.AbsorbQuery, ops.VUp, ops.GateLogits, ops.GroupedLinear)
+
+
+@pytest.fixture(autouse=True)
+def no_table_is_left():
+    """Of angles; a table without data would be taken for one with data."""
+    rope_angles.table.cache_clear()
+    yield
+    rope_angles.table.cache_clear()
+
+
+def verify(op, step):
+    """Shapes, dtypes and strides of the results are those of the op, on tensors without data."""
+    for case in cases(op, step):
+        if op is ops.RopeAngles:  # what is sent to the device once and for all, sent
+            rope_angles.table(case.op.frequencies, torch.device("meta"))
+        with Watch() as watch:
+            results = ask(cuda.RULES[op], case, ranks=step.ranks)
+        for of_rank in results:
+            assert tuple(map(aval, of_rank)) == case.op.infer(*case.avals)
+            assert all(result.is_contiguous() for result in of_rank)
+    return watch.called
+
+
+@each_op
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+@pytest.mark.parametrize("tokens", [0, 1, 64])
+def test_nothing_is_read_and_nothing_made_on_the_host(op, dtype, tokens):
+    for ranks in (1, 8):
+        verify(op, Step(ranks, tokens, dtype))
+
+
+@pytest.mark.parametrize("op", OTHERWISE, ids=stem)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_what_only_a_gpu_is_asked(monkeypatch, op, dtype, tokens):
+    """Sums in float32 where torch can be asked for them, and the grouped product."""
+    monkeypatch.setattr(product, "widens", lambda x: x.dtype.itemsize == 2)
+    monkeypatch.setattr(grouped_linear, "grouped_product_takes", lambda rows, _: rows.dtype == torch.bfloat16)
+    wanted = {"aten::mm.dtype", "aten::bmm.dtype"}
+    if op is ops.GroupedLinear and dtype == "bf16":
+        wanted = {"aten::_grouped_mm.default"}
+    for ranks in RANKS:
+        assert len(wanted.intersection(verify(op, Step(ranks, tokens, dtype)))) == 1
+
+
+@each_op
+def test_traces_with_fake_tensors(op):
+    """A branch on a number of the device fails here."""
+    step = Step(4, 6)
+    with FakeTensorMode():
+        for case in cases(op, step):
+            for of_rank in ask(cuda.RULES[op], case, ranks=4, device="cpu"):
+                assert tuple(map(aval, of_rank)) == case.op.infer(*case.avals)
+
+
+FAULTS = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "int": lambda x: int(x.sum()),
+    "if": lambda x: 1 if (x > 0).any() else 0,
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "write through a mask": lambda x: x.__setitem__(x > 0, 1),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "bincount": lambda x: x.bincount(),
+    "unique": lambda x: x.unique(),
+    "repeats": lambda x: torch.repeat_interleave(x),
+    "copy to the host": lambda x: x.cpu(),
+    "made on the host": lambda x: x + torch.arange(3).sum().to("meta"),
+    "sent from the host": lambda x: x + torch.tensor([1, 2, 3]).to("meta"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_what_waits_is_found(fault):
+    with pytest.raises((WaitError, RuntimeError, NotImplementedError)), Watch():
+        fault(torch.empty(3, dtype=torch.int64, device="meta"))

@@ -1,0 +1,240 @@
+"""Operands of every op at the sizes of DeepSeek-V3, as avals: what a rule is asked on tensors without data."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+import torch
+
+from mla_fx.dtypes import DTYPES
+from mla_fx.effects import Aval, Op, ops
+from mla_fx.effects.aval import lse_lanes, wide_dtype
+
+HEADS, LATENT, ROPE, NOPE, VALUE = 128, 512, 64, 128, 128
+HIDDEN, QUERY, DENSE, EXPERT, SHARED = 7168, 1536, 18432, 2048, 2048
+EXPERTS, TOP_K, VOCABULARY = 256, 8, 129280
+BLOCKS, BLOCK, COLUMNS = 64, 128, 16
+
+RANKS: Final = (1, 2, 4, 8)
+TOKENS: Final = (1, 2, 17, 64)
+
+
+@attrs.frozen
+class Case:
+    """An op with its operands; lengths are values, since they are on the host."""
+
+    op: Op
+    avals: tuple[Aval, ...]
+    lengths: dict[str, tuple[int, ...]] = attrs.field(factory=dict)
+
+    def operands(self, device: str = "meta") -> tuple[Any, ...]:
+        """Tensors without data, and lengths."""
+        return tuple(
+            self.lengths[name]
+            if aval.dtype == "host"
+            else torch.empty(aval.shape, dtype=DTYPES[aval.dtype], device=device)
+            for name, aval in zip(self.op.operands, self.avals, strict=True)
+        )
+
+
+@attrs.frozen
+class Step:
+    """The sizes of one step: ranks, tokens, and the dtype of activations."""
+
+    ranks: int
+    tokens: int
+    dtype: str = "bf16"
+
+    @property
+    def heads(self) -> int:
+        return HEADS // self.ranks
+
+    def real(self, *shape: int) -> Aval:
+        return Aval(shape, self.dtype)
+
+    def wide(self, *shape: int) -> Aval:
+        return Aval(shape, wide_dtype(self.dtype))
+
+    def requests(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Query and history lengths of four requests: two tokens, none, one, the others but one; padding behind."""
+        tokens = self.tokens
+        query = (min(2, tokens), 0, min(1, max(tokens - 2, 0)), max(tokens - 4, 0))
+        return query, (1000, 77, 0, COLUMNS * BLOCK)
+
+
+def _linear(s: Step) -> list[Case]:
+    weights = [
+        (QUERY + LATENT + ROPE, HIDDEN),
+        (s.heads * (NOPE + ROPE), QUERY),
+        (HEADS * (NOPE + ROPE), QUERY),
+        (HIDDEN, s.heads * VALUE),
+        (2 * DENSE // s.ranks, HIDDEN),
+        (HIDDEN, DENSE // s.ranks),
+        (2 * SHARED // s.ranks, HIDDEN),
+        (HIDDEN, SHARED // s.ranks),
+        (-(-VOCABULARY // s.ranks), HIDDEN),
+        (HIDDEN, 2 * HIDDEN),
+    ]
+    return [Case(ops.Linear(), (s.real(s.tokens, inner), s.real(out, inner))) for out, inner in weights]
+
+
+def _quant_linear(s: Step) -> list[Case]:
+    cases = []
+    for case in _linear(s):
+        x, (out, inner) = case.avals[0], case.avals[1].shape
+        cases.append(Case(ops.QuantLinear(), (x, Aval((out, inner), "int8"), s.wide(out))))
+    return cases
+
+
+def _rms_norm(s: Step) -> list[Case]:
+    widths = [(HIDDEN, HIDDEN), (QUERY, QUERY), (LATENT + ROPE, LATENT)]
+    return [Case(ops.RmsNorm(1e-6), (s.real(s.tokens, inner), s.real(kept))) for inner, kept in widths]
+
+
+def _rope_angles(s: Step) -> list[Case]:
+    frequencies = tuple(10000.0 ** (-2 * i / ROPE) for i in range(ROPE // 2))
+    op = ops.RopeAngles(frequencies=frequencies, magnitude=1.0)
+    return [Case(op, (Aval((s.tokens,), "int64"), s.real(s.tokens, HIDDEN)))]
+
+
+def _rope(s: Step) -> list[Case]:
+    angles = (s.wide(s.tokens, ROPE // 2),) * 2
+    return [
+        Case(ops.Rope(heads), (s.real(s.tokens, features), *angles))
+        for heads, features in ((s.heads, s.heads * (NOPE + ROPE)), (None, LATENT + ROPE))
+    ]
+
+
+def _caches(s: Step) -> tuple[Aval, Aval]:
+    return s.real(BLOCKS, BLOCK, LATENT), s.real(BLOCKS, BLOCK, ROPE)
+
+
+def _write_cache(s: Step) -> list[Case]:
+    rows = (s.real(s.tokens, LATENT), s.real(s.tokens, ROPE), Aval((s.tokens,), "int64"))
+    return [Case(ops.WriteCache(), (*_caches(s), *rows))]
+
+
+def _history(s: Step) -> list[Case]:
+    query, history = s.requests()
+    queries = (s.real(s.tokens, HEADS, LATENT), s.real(s.tokens, HEADS, ROPE))
+    table, lengths = Aval((len(query), COLUMNS), "int32"), Aval((len(query),), "host")
+    return [
+        Case(
+            ops.HistoryAttention(0.07),
+            (*queries, *_caches(s), table, lengths, lengths),
+            {"query_lengths": query, "history_lengths": seen},
+        )
+        for seen in (history, (0,) * len(history))
+    ]
+
+
+def _current(s: Step) -> list[Case]:
+    queries = (s.real(s.tokens, s.heads, LATENT), s.real(s.tokens, s.heads, ROPE))
+    keys = (s.real(s.tokens, LATENT), s.real(s.tokens, ROPE))
+    return [
+        Case(ops.CurrentAttention(0.07), (*queries, *keys, Aval((len(query),), "host")), {"query_lengths": query})
+        for query in (s.requests()[0], (1,) * s.tokens)
+    ]
+
+
+def _combine(s: Step) -> list[Case]:
+    recv = s.real(s.ranks, s.tokens, s.heads, LATENT + lse_lanes(s.dtype))
+    return [Case(ops.Combine(), (recv, s.real(s.tokens, s.heads, LATENT), s.wide(s.tokens, s.heads)))]
+
+
+def _all_to_all(s: Step) -> list[Case]:
+    return [Case(ops.AllToAll(s.ranks), (s.real(s.tokens, HEADS, LATENT), s.wide(s.tokens, HEADS)))]
+
+
+def _gather_heads(s: Step) -> list[Case]:
+    parts = (s.real(s.tokens, s.heads, LATENT), s.real(s.tokens, s.heads, ROPE))
+    return [Case(ops.GatherHeads(s.ranks), parts)]
+
+
+def _gating(s: Step) -> list[Case]:
+    third = ops.GatingTopK(top_k=TOP_K, groups=8, top_groups=4, scale=2.5)
+    second = ops.GatingTopK(
+        top_k=TOP_K, groups=8, top_groups=4, scoring="softmax", group_score="max", normalise=False, scale=16.0
+    )
+    return [Case(op, (s.wide(s.tokens, EXPERTS), s.wide(EXPERTS))) for op in (third, second)]
+
+
+def _grouped(s: Step) -> list[tuple[Aval, tuple[int, int, int], Aval]]:
+    own, rows = EXPERTS // s.ranks, s.tokens * TOP_K
+    weights = ((own, 2 * EXPERT, HIDDEN), (own, HIDDEN, EXPERT))
+    return [(s.real(rows, weight[2]), weight, Aval((own,), "int64")) for weight in weights]
+
+
+def _grouped_linear(s: Step) -> list[Case]:
+    return [Case(ops.GroupedLinear(), (rows, s.real(*weight), counts)) for rows, weight, counts in _grouped(s)]
+
+
+def _quant_grouped(s: Step) -> list[Case]:
+    return [
+        Case(ops.QuantGroupedLinear(), (rows, Aval(weight, "int8"), s.wide(*weight[:2]), counts))
+        for rows, weight, counts in _grouped(s)
+    ]
+
+
+def _permute(s: Step) -> list[Case]:
+    op = ops.PermuteTokens(EXPERTS // s.ranks, s.ranks)
+    return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32")))]
+
+
+def _unpermute(s: Step) -> list[Case]:
+    pairs = (s.tokens, TOP_K)
+    return [Case(ops.UnpermuteTokens(), (s.real(s.tokens * TOP_K, HIDDEN), Aval(pairs, "int32"), s.wide(*pairs)))]
+
+
+def _embedding(s: Step) -> list[Case]:
+    table = s.real(-(-VOCABULARY // s.ranks), HIDDEN)
+    return [Case(ops.Embedding(VOCABULARY, s.ranks), (Aval((s.tokens,), "int64"), table))]
+
+
+def _single(make: Callable[[Step], Case]) -> Callable[[Step], list[Case]]:
+    return lambda step: [make(step)]
+
+
+#: Op to its cases in a step.
+SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
+    ops.Linear: _linear,
+    ops.RmsNorm: _rms_norm,
+    ops.AbsorbQuery: _single(
+        lambda s: Case(
+            ops.AbsorbQuery(rope=ROPE),
+            (s.real(s.tokens, s.heads * (NOPE + ROPE)), s.real(s.heads, NOPE, LATENT)),
+        )
+    ),
+    ops.RopeAngles: _rope_angles,
+    ops.Rope: _rope,
+    ops.WriteCache: _write_cache,
+    ops.GatherHeads: _gather_heads,
+    ops.LocalHeads: _single(lambda s: Case(ops.LocalHeads(s.ranks), (s.real(s.tokens, HEADS, LATENT),))),
+    ops.HistoryAttention: _history,
+    ops.CurrentAttention: _current,
+    ops.AllToAll: _all_to_all,
+    ops.Combine: _combine,
+    ops.VUp: _single(lambda s: Case(ops.VUp(), (s.real(s.tokens, s.heads, LATENT), s.real(s.heads, LATENT, VALUE)))),
+    ops.AllReduce: _single(lambda s: Case(ops.AllReduce(), (s.real(s.tokens, HIDDEN),))),
+    ops.Add: _single(lambda s: Case(ops.Add(), (s.real(s.tokens, HIDDEN),) * 2)),
+    ops.Embedding: _embedding,
+    ops.TakeRows: _single(lambda s: Case(ops.TakeRows(), (s.real(s.tokens, HIDDEN), Aval((4,), "int64")))),
+    ops.Swiglu: _single(lambda s: Case(ops.Swiglu(), (s.real(s.tokens, 2 * EXPERT),))),
+    ops.GateLogits: _single(lambda s: Case(ops.GateLogits(), (s.real(s.tokens, HIDDEN), s.real(EXPERTS, HIDDEN)))),
+    ops.GatingTopK: _gating,
+    ops.PermuteTokens: _permute,
+    ops.GroupedLinear: _grouped_linear,
+    ops.UnpermuteTokens: _unpermute,
+    ops.QuantLinear: _quant_linear,
+    ops.QuantGroupedLinear: _quant_grouped,
+    ops.AllGather: _single(
+        lambda s: Case(ops.AllGather(VOCABULARY, s.ranks), (s.real(s.tokens, -(-VOCABULARY // s.ranks)),))
+    ),
+}
+
+
+def cases(op: type[Op], step: Step) -> list[Case]:
+    """Raises `LookupError` for an op that nobody has given sizes."""
+    if op not in SIZES:
+        raise LookupError(f"no sizes for op {op.__name__}: add them to {__name__}")
+    return SIZES[op](step)
