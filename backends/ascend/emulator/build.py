@@ -2,9 +2,10 @@
 
 Decided here: what is built, from what, and where it is kept.  The wheel links
 to nine libraries by name.  `libascendcl.so` is the runtime, `libopapi.so` the
-operators' entry points; the others are empty and only satisfy the loader.
-What the wheel asks for and `runtime.cpp` does not define is a weak function
-that returns 0, so that a call which matters and is missing shows at that call.
+operators' entry points, `libhccl.so` the collectives; the others are empty and
+only satisfy the loader.  What the wheel asks for and neither `runtime.cpp` nor
+`hccl.cpp` defines is a weak function that returns 0, so that a call which
+matters and is missing shows at that call.
 
 A build lies in `$XDG_CACHE_HOME/mla_fx` (`~/.cache/mla_fx`), in a folder named
 by the hash of everything it was made from; it appears there complete or not at
@@ -29,7 +30,7 @@ from mla_fx.backends.ascend.emulator.trampolines import assembly
 from mla_fx.effects import InputError
 
 _HERE = Path(__file__).parent
-_SOURCES = ("runtime.cpp", "descriptors.cpp")
+_SOURCES = ("runtime.cpp", "descriptors.cpp", "hccl.cpp")
 #: In the order in which they must be loaded.
 LIBRARIES: Final = (
     "libascendcl",
@@ -101,8 +102,8 @@ def build(names: Sequence[str]) -> Path:
 def _compile(folder: Path, names: Sequence[str]) -> None:
     """Compile all libraries into `folder`."""
     root = wheel()
-    runtime = (_HERE / "runtime.cpp").read_text()
-    missing = sorted(name for name in _asked_for(root) if f" {name}(" not in runtime)
+    defined = "".join((_HERE / name).read_text() for name in _SOURCES)
+    missing = sorted(name for name in _asked_for(root) if f" {name}(" not in defined)
     weak = "".join(f"int {n}() __attribute__((weak)); int {n}() {{ return 0; }}\n" for n in missing)
     (folder / "absent.cpp").write_text(f'extern "C" {{\n{weak}}}\n')
     (folder / "entries.s").write_text(assembly(names, platform.machine()))
@@ -110,6 +111,7 @@ def _compile(folder: Path, names: Sequence[str]) -> None:
     sources: dict[str, list[str | Path]] = {
         "libascendcl": [f"-I{root / 'include'}", _HERE / "runtime.cpp", folder / "absent.cpp"],
         "libopapi": [folder / "entries.s", _HERE / "descriptors.cpp"],
+        "libhccl": [f"-I{root / 'include'}", f"-I{root / 'include' / 'third_party' / 'hccl' / 'inc'}", _HERE / "hccl.cpp"],
     }
     for library in LIBRARIES:
         linked = [] if library == "libascendcl" else ["-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]

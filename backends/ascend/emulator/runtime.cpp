@@ -7,9 +7,14 @@
 //
 // Even seeds draw uniformly.  The others give streams priorities, so that one is kept back for as long as events allow;
 // every other one of them changes a priority now and then.  A trace, where one is asked for, has every task that ran: operators, copies, records, waits.
+//
+// Collectives (hccl.cpp) are tasks that wait for other processes.  While they do, the other streams move on, and where
+// none can, the host polls, asks whether a peer is gone, and gives up in the end.  How fast peers are is not drawn: with
+// several processes a seed leads the interleaving, but does not replay it.
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -18,14 +23,15 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
 
-enum Kind : int64_t { OPERATOR, RECORD, WAIT, TO_DEVICE, TO_HOST, ON_DEVICE, FILL };
+enum Kind : int64_t { OPERATOR, RECORD, WAIT, TO_DEVICE, TO_HOST, ON_DEVICE, FILL, COLLECTIVE };
 
 struct Entry {
-  int64_t kind, stream, subject, bytes;  // subject: executor of an operator, identity of an event
+  int64_t kind, stream, subject, bytes;  // subject: executor of an operator, identity of an event, op and dtype of a collective
 };
 
 struct Event {
@@ -38,7 +44,11 @@ struct Task {
   bool traced = true;
   Event* wait = nullptr;
   uint64_t ticket = 0;
+  std::function<int(int)> peers = nullptr;  // asked by a number of `Ask`: for tasks that other processes hold back
 };
+
+// READY: whether it can run.  HOPELESS: whether it never will.  GIVE_UP: it has waited too long.  The last two say why.
+enum Ask { READY, HOPELESS, GIVE_UP };
 
 struct Stream {
   int32_t id;
@@ -60,6 +70,7 @@ struct Machine {
   std::map<const char*, size_t> pinned, device;
   std::string message = "emulated CANN";
   bool faulted = false;
+  uint64_t thrown_away = 0;  // how often a recovery cleared the queues
   int32_t current = 0;
 };
 Machine& m = *new Machine;
@@ -74,7 +85,30 @@ double fraction() { return std::uniform_real_distribution<double>(0, 1)(m.draw);
 bool runnable(const Stream* stream) {
   if (stream->queue.empty()) return false;
   const Task& task = stream->queue.front();
+  if (task.peers) return task.peers(READY);
   return !task.wait || task.wait->completed >= task.ticket;
+}
+
+// Whether a stream's head says yes to what is asked of it; false too where no head waits for a peer.
+bool any_says(Ask ask) {
+  for (Stream* stream : m.streams)
+    if (!stream->queue.empty() && stream->queue.front().peers && stream->queue.front().peers(ask)) return true;
+  return false;
+}
+
+bool peers_awaited() {
+  for (Stream* stream : m.streams)
+    if (!stream->queue.empty() && stream->queue.front().peers) return true;
+  return false;
+}
+
+using Clock = std::chrono::steady_clock;
+
+// For how long nothing may happen; HCCL_EXEC_TIMEOUT is CANN's own name for it, whose default is half an hour.
+std::chrono::seconds patience() {
+  const char* told = getenv("HCCL_EXEC_TIMEOUT");
+  int seconds = told ? atoi(told) : 0;
+  return std::chrono::seconds(seconds > 0 ? seconds : 120);
 }
 
 Stream* choose(const std::vector<Stream*>& ready) {
@@ -86,11 +120,34 @@ Stream* choose(const std::vector<Stream*>& ready) {
   return first;
 }
 
-// Run tasks until `done`.  False: a fault, or a deadlock (every stream waits).
-bool drive(const std::function<bool()>& done) {
+bool fault(const char* message) {
+  if (message) m.message = message;
+  m.faulted = true;
+  return false;
+}
+
+// Nothing can run: wait for a peer, and say false when that is in vain.  `outside`: `done` depends on peers too.
+bool wait_for_peers(Clock::time_point since, int turn, bool outside) {
+  {
+    std::lock_guard<std::recursive_mutex> guard(m.queues);
+    if (!outside && !peers_awaited()) return fault("emulated CANN: deadlock, every stream waits for an event");
+    if (turn % 16 == 15 && any_says(HOPELESS)) return fault(nullptr);
+    if (Clock::now() - since > patience()) {
+      if (any_says(GIVE_UP)) return fault(nullptr);
+      if (outside) return false;
+    }
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(turn < 32 ? 50 : 1000));
+  return true;
+}
+
+// Run tasks until `done`.  False: a fault, or a deadlock (every stream waits), or peers that do not come.
+bool drive(const std::function<bool()>& done, bool outside = false) {
   std::lock_guard<std::recursive_mutex> alone(m.driver);
-  for (;;) {
+  Clock::time_point since;
+  for (int turn = 0;;) {
     Task task;
+    bool found = false;
     {
       std::lock_guard<std::recursive_mutex> guard(m.queues);
       if (m.faulted) return false;
@@ -98,17 +155,21 @@ bool drive(const std::function<bool()>& done) {
       std::vector<Stream*> ready;
       for (Stream* stream : m.streams)
         if (runnable(stream)) ready.push_back(stream);
-      if (ready.empty()) {
-        m.message = "emulated CANN: deadlock, every stream waits for an event";
-        m.faulted = true;
-        return false;
+      if (!ready.empty()) {
+        Stream* stream = choose(ready);
+        task = std::move(stream->queue.front());
+        stream->queue.pop_front();
+        if (task.traced) note(task.entry);
+        found = true;
       }
-      Stream* stream = choose(ready);
-      task = std::move(stream->queue.front());
-      stream->queue.pop_front();
-      if (task.traced) note(task.entry);
     }
-    if (task.run && !task.run()) m.faulted = true;
+    if (found) {
+      if (task.run && !task.run()) m.faulted = true;
+      turn = 0;
+    } else {
+      if (turn == 0) since = Clock::now();
+      if (!wait_for_peers(since, turn++, outside)) return false;
+    }
   }
 }
 
@@ -182,6 +243,28 @@ void emulator_enqueue(aclrtStream stream, Run run, int64_t executor, void* works
     enqueue(stream, {entry, [=] { return run(executor, phase, workspace, bytes) == 0; }, phase == 0});
 }
 
+// Defer a collective: `phases` tasks, each of which waits until `turn(collective, phase, READY)`.
+using Turn = int (*)(void* collective, int phase, int ask);
+constexpr int kRun = 3;  // asked of a turn beside `Ask`: to run; 0 is a fault
+
+void emulator_enqueue_collective(aclrtStream stream, Turn turn, void* collective, int phases, int64_t subject,
+                                 int64_t bytes) {
+  Entry entry{COLLECTIVE, 0, subject, bytes};
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  for (int phase = 0; phase < phases; phase++) {
+    Task task{entry, [=] { return turn(collective, phase, kRun) != 0; }, phase == 0};
+    task.peers = [=](int ask) { return turn(collective, phase, ask); };
+    enqueue(stream, std::move(task));
+  }
+}
+
+// Wait on the host for what other processes do; meanwhile the device runs.  1: `done`; 0: a fault, or it took too long.
+int emulator_wait(int (*done)(void*), void* subject) {
+  return drive([=] { return done(subject) != 0; }, true);
+}
+
+uint64_t emulator_thrown_away() { return m.thrown_away; }
+
 void emulator_seed(uint64_t seed) {
   std::lock_guard<std::recursive_mutex> guard(m.queues);
   m.seed = seed;
@@ -208,6 +291,7 @@ int emulator_recover() {
     stream->queue.clear();
   }
   m.faulted = false;
+  m.thrown_away++;
   return 1;
 }
 
