@@ -108,10 +108,11 @@ def _compile(folder: Path, names: Sequence[str]) -> None:
     (folder / "absent.cpp").write_text(f'extern "C" {{\n{weak}}}\n')
     (folder / "entries.s").write_text(assembly(names, platform.machine()))
     (folder / "empty.cpp").write_text("")
+    headers = [f"-I{root / 'include' / part}" for part in (".", "third_party/hccl/inc")]
     sources: dict[str, list[str | Path]] = {
-        "libascendcl": [f"-I{root / 'include'}", _HERE / "runtime.cpp", folder / "absent.cpp"],
+        "libascendcl": [*headers, _HERE / "runtime.cpp", folder / "absent.cpp"],
         "libopapi": [folder / "entries.s", _HERE / "descriptors.cpp"],
-        "libhccl": [f"-I{root / 'include'}", f"-I{root / 'include' / 'third_party' / 'hccl' / 'inc'}", _HERE / "hccl.cpp"],
+        "libhccl": [*headers, _HERE / "hccl.cpp"],
     }
     for library in LIBRARIES:
         linked = [] if library == "libascendcl" else ["-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]

@@ -67,7 +67,7 @@ struct Place {  // of a rank, on the board
   std::atomic<uint32_t> ranks, left;  // ranks: how many it thinks there are; set when it has joined
   std::atomic<uint64_t> entered, deposited, collected;  // how many collectives
   int64_t process;
-  What what;  // the one it is in; valid from entered to collected
+  What what;  // the one it is in; this and the parts hold until all have made their deposits
   Part parts[kMost];
 };
 
@@ -100,6 +100,7 @@ struct Collective {
   uint64_t number = 0;
   std::vector<Segment> sends;     // one behind the other in the own region
   std::vector<Part> parts;        // for each rank: what of that is for it
+  std::vector<Part> sources;      // of each rank's region: what is for this one
   std::vector<Segment> receives;  // from each rank; all the same segment where `folds`
   bool folds = false;
 };
@@ -261,6 +262,8 @@ bool deposit(Collective& c) {
     refuse(title(c) + ": must be the same on all ranks: " + wrong);
     return false;
   }
+  for (uint32_t rank = 0; rank < c.group->ranks; rank++)  // now: who has collected may enter the next one and say anew
+    c.sources.push_back(c.group->board->places[rank].parts[c.group->rank]);
   off_t at = sizeof(Board) + kRegion * c.group->rank;
   for (const Segment& in : c.sends) {
     if (!transfer(true, c.group->file, in.memory, in.bytes, at)) return false;
@@ -273,7 +276,7 @@ bool deposit(Collective& c) {
 bool collect(Collective& c) {
   std::vector<std::string> read(c.group->ranks);
   for (uint32_t rank = 0; rank < c.group->ranks; rank++) {
-    const Part& part = c.group->board->places[rank].parts[c.group->rank];
+    const Part& part = c.sources[rank];
     off_t at = sizeof(Board) + kRegion * rank + part.begin;
     char* to = c.receives[rank].memory;
     if (c.folds) {
