@@ -15,8 +15,9 @@
 // next collective.  Sums are in rank order, of 16-bit types in float32 and rounded once, so that all ranks get the same
 // bits; a real HCCL promises neither.  Other streams move between the tasks and while they wait for peers.
 //
-// A device does its work by itself; this one only while its host waits for it, or for the making of a group.  A host
-// that waits for something else (another process's message, say) keeps its peers waiting, and they give up in the end.
+// A device does its work by itself; this one while its host waits for it, or for the making of a group.  A host that
+// waits for something else (what a peer says once it has a result, say) would keep peers waiting for ever: so where one
+// has waited for a while for a collective that was issued here, a thread of its own runs the device until it is done.
 #include "hccl/hccl.h"
 
 #include <fcntl.h>
@@ -30,14 +31,17 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 extern "C" {
 using Turn = int (*)(void* collective, int phase, int ask);
 void emulator_enqueue_collective(aclrtStream, Turn, void* collective, int phases, int64_t subject, int64_t bytes);
 int emulator_wait(int (*done)(void*), void* subject);
+void emulator_help(int (*done)());
 uint64_t emulator_thrown_away();
 void emulator_message(const char*);
 }
@@ -80,7 +84,8 @@ struct Group {
   int file = -1;
   Board* board = nullptr;
   uint32_t rank = 0, ranks = 0;
-  uint64_t issued = 0, thrown_away = emulator_thrown_away();
+  std::atomic<uint64_t> issued{0};
+  uint64_t thrown_away = emulator_thrown_away();
   Place& own() { return board->places[rank]; }
 
   ~Group() {
@@ -408,6 +413,43 @@ HcclResult between_two(void* memory, uint64_t count, HcclDataType dtype, uint32_
   return spread(SEND, memory, count, dtype, sends ? group.rank : peer, comm, stream);
 }
 
+// --- for peers that wait -----------------------------------------------------------
+
+struct Groups {
+  std::mutex lock;
+  std::vector<std::weak_ptr<Group>> all;
+  bool helped = false;
+};
+Groups& groups = *new Groups;  // never destroyed: the thread goes on while the process ends
+
+// Whether no peer waits for a collective that was issued here.
+int nobody_waits() {
+  std::lock_guard<std::mutex> guard(groups.lock);
+  for (auto& held : groups.all)
+    if (auto group = held.lock()) {
+      uint64_t collected = group->own().collected;
+      if (collected >= group->issued) continue;
+      for (uint32_t rank = 0; rank < group->ranks; rank++)
+        if (group->board->places[rank].entered > collected) return 0;
+    }
+  return 1;
+}
+
+void help() {
+  for (int waited = 0;; waited++) {  // a host that is merely slow to issue is left alone
+    std::this_thread::sleep_for(std::chrono::milliseconds(25));
+    if (nobody_waits()) waited = 0;
+    else if (waited >= 12) emulator_help(nobody_waits);
+  }
+}
+
+void keep(const std::shared_ptr<Group>& group) {
+  std::lock_guard<std::mutex> guard(groups.lock);
+  groups.all.push_back(group);
+  if (!groups.helped) std::thread(help).detach();
+  groups.helped = true;
+}
+
 // --- making a group ------------------------------------------------------------------
 
 std::string fresh_name() {
@@ -479,6 +521,7 @@ HcclResult join(const std::string& name, int how, uint32_t ranks, uint32_t rank,
              std::to_string(ranks));
       return HCCL_E_PARA;
     }
+  keep(group);
   *comm = new std::shared_ptr<Group>(group);
   return HCCL_SUCCESS;
 }

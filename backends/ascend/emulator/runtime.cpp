@@ -14,6 +14,8 @@
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
 
+#include <dlfcn.h>
+
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -141,34 +143,55 @@ bool wait_for_peers(Clock::time_point since, int turn, bool outside) {
   return true;
 }
 
+enum Step { DONE, RAN, IDLE, FAULT };
+
+// Run one task, unless `done`.  By the driver only.
+Step step(const std::function<bool()>& done) {
+  Task task;
+  {
+    std::lock_guard<std::recursive_mutex> guard(m.queues);
+    if (m.faulted) return FAULT;
+    if (done()) return DONE;
+    std::vector<Stream*> ready;
+    for (Stream* stream : m.streams)
+      if (runnable(stream)) ready.push_back(stream);
+    if (ready.empty()) return IDLE;
+    Stream* stream = choose(ready);
+    task = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    if (task.traced) note(task.entry);
+  }
+  if (task.run && !task.run()) m.faulted = true;
+  return RAN;
+}
+
+// Become the driver.  Another one may be waiting for Python's lock, which this thread may hold: let go of it meanwhile.
+std::unique_lock<std::recursive_mutex> become_driver() {
+  std::unique_lock<std::recursive_mutex> alone(m.driver, std::try_to_lock);
+  if (alone) return alone;
+  auto python = [](const char* name) { return dlsym(RTLD_DEFAULT, name); };
+  static auto own_state = reinterpret_cast<void* (*)()>(python("PyGILState_GetThisThreadState"));
+  static auto holds = reinterpret_cast<int (*)()>(python("PyGILState_Check"));
+  static auto let_go = reinterpret_cast<void* (*)()>(python("PyEval_SaveThread"));
+  static auto take = reinterpret_cast<void (*)(void*)>(python("PyEval_RestoreThread"));
+  void* state = own_state && own_state() && holds() ? let_go() : nullptr;
+  alone.lock();
+  if (state) take(state);
+  return alone;
+}
+
 // Run tasks until `done`.  False: a fault, or a deadlock (every stream waits), or peers that do not come.
 bool drive(const std::function<bool()>& done, bool outside = false) {
-  std::lock_guard<std::recursive_mutex> alone(m.driver);
+  auto alone = become_driver();
   Clock::time_point since;
   for (int turn = 0;;) {
-    Task task;
-    bool found = false;
-    {
-      std::lock_guard<std::recursive_mutex> guard(m.queues);
-      if (m.faulted) return false;
-      if (done()) return true;
-      std::vector<Stream*> ready;
-      for (Stream* stream : m.streams)
-        if (runnable(stream)) ready.push_back(stream);
-      if (!ready.empty()) {
-        Stream* stream = choose(ready);
-        task = std::move(stream->queue.front());
-        stream->queue.pop_front();
-        if (task.traced) note(task.entry);
-        found = true;
-      }
-    }
-    if (found) {
-      if (task.run && !task.run()) m.faulted = true;
-      turn = 0;
-    } else {
-      if (turn == 0) since = Clock::now();
-      if (!wait_for_peers(since, turn++, outside)) return false;
+    switch (step(done)) {
+      case DONE: return true;
+      case FAULT: return false;
+      case RAN: turn = 0; break;
+      case IDLE:
+        if (turn == 0) since = Clock::now();
+        if (!wait_for_peers(since, turn++, outside)) return false;
     }
   }
 }
@@ -261,6 +284,13 @@ void emulator_enqueue_collective(aclrtStream stream, Turn turn, void* collective
 // Wait on the host for what other processes do; meanwhile the device runs.  1: `done`; 0: a fault, or it took too long.
 int emulator_wait(int (*done)(void*), void* subject) {
   return drive([=] { return done(subject) != 0; }, true);
+}
+
+// For a host that waits for something else than its device: run what can run, until `done`, unless somebody drives.
+void emulator_help(int (*done)()) {
+  std::unique_lock<std::recursive_mutex> alone(m.driver, std::try_to_lock);
+  if (!alone) return;
+  while (step([=] { return done() != 0; }) == RAN) {}
 }
 
 uint64_t emulator_thrown_away() { return m.thrown_away; }

@@ -8,15 +8,11 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
-from mla_fx.backends import Backend
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.dtypes import DTYPES
-from mla_fx.effects import Op, Step, arguments, bind, schedule
-from mla_fx.effects.aval import Aval
+from mla_fx.effects import Op, schedule
 from tests.backends.ascend.steps import setup
+from tests.backends.ranks import alone
 from tests.processes import Member
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def start(member: Member, *, seed: int = 0, patience: int = 20) -> tuple[Machine, Any]:
@@ -67,20 +63,19 @@ def steps(member: Member, *, dtype: str, queries: list[tuple[int, ...]]) -> list
     return host(outs)
 
 
-def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...]], kind: str) -> Any:
-    """One op in a program of its own, on this rank's `operands`; beside the results, what the device ran."""
-    machine, group = start(member, seed=member.rank) if kind == "hccl" else (None, member.join(kind))
-    name = "ascend" if kind == "hccl" else "cpu"
-    backend: Backend = backends.get(name, ranks=member.ranks, group=group)
+def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...]]) -> Any:
+    """One op in a program of its own, on this rank's `operands`: its results, and the collectives that ran."""
+    machine, group = start(member, seed=member.rank)
+    backend = backends.get("ascend", ranks=member.ranks, group=group)
     own = operands[member.rank]
-    inputs = arguments(**{f"x{k}": Aval(tuple(x.shape), NAMES[x.dtype]) for k, x in enumerate(own)})
-    run = backend.compile(schedule(Step(op.name, inputs, bind(op, *inputs.values())), orchestrations.serial))
+    run = backend.compile(schedule(alone(op, own), orchestrations.serial))
     given = [[backend.put(x)] for x in own]
-    if machine is None:
-        return [out for (out,) in run(*given)], []
     with machine.tracing() as trace:
         results = [out for (out,) in run(*given)]
         assert machine.ran() == 0, "the host waited"
+        member.tell(f"rank {member.rank} has issued")
+        for rank in range(member.ranks):  # so that no peer waits long enough for help
+            member.hear(f"rank {rank} has issued")
     return host(results), [task for task in trace if task.kind == "collective"]
 
 
@@ -123,8 +118,8 @@ def sums(member: Member, *, operands: list[torch.Tensor]) -> torch.Tensor:
     return total.cpu()
 
 
-def overwritten(member: Member, *, seeds: int) -> list[float]:
-    """An operand that is overwritten without waiting for the collective, on every seed another outcome."""
+def overwritten(member: Member, *, seeds: int, waits: bool) -> list[float]:
+    """An operand that is overwritten after the collective, or (not `waits`) without waiting for it."""
     machine, _ = start(member)
     found = []
     for seed in range(seeds):
@@ -132,6 +127,8 @@ def overwritten(member: Member, *, seeds: int) -> list[float]:
         sent, got = torch.ones(8, device="npu"), torch.empty(8 * member.ranks, device="npu")
         torch.npu.synchronize()
         work = dist.all_gather_single(got, sent, async_op=True)
+        if waits:
+            work.wait()
         sent.zero_()
         work.wait()
         found.append(got.cpu().sum().item())
@@ -154,6 +151,19 @@ def elsewhere(member: Member) -> float:
         member.tell("rank 0 has a result")
         assert y.cpu().tolist() == [6.0] * 4
     work.wait()
+    return x.cpu().sum().item()
+
+
+def busy(member: Member) -> float:
+    """A host that waits for its peer's word instead of its own device: the device gets on all the same."""
+    start(member)
+    x = torch.ones(4, device="npu")
+    dist.all_reduce(x)
+    if member.rank == 0:
+        member.hear("rank 1 has a result")
+    else:
+        torch.npu.synchronize()
+        member.tell("rank 1 has a result")
     return x.cpu().sum().item()
 
 
