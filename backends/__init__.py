@@ -6,7 +6,9 @@ if __name__ != "mla_fx.backends":  # reached as a top-level name from the checko
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
+
+from attrs import evolve
 
 from mla_fx.backends.backend import Backend as Backend
 from mla_fx.backends.backend import Executable as Executable
@@ -42,8 +44,12 @@ NAMED: Final[Mapping[str, Callable[[int, int | None], Backend]]] = MappingProxyT
 )
 
 
-def get(name: str, *, ranks: int = 1, adversary: int | None = None) -> Backend:
+def get(name: str, *, ranks: int = 1, adversary: int | None = None, group: Any = None) -> Backend:
     """The backend called `name`, running all `ranks` ranks of a group in this process.
+
+    With `group`, a group of `torch.distributed` whose size is `ranks` (on
+    `ascend` made with "hccl", on the host with "gloo"), the process runs its
+    own rank only: arguments are lists of one entry, and so are results.
 
     `adversary` is a seed: streams then run late and interleaved at random,
     memory is NaN until written and reused as early as the law allows.  The
@@ -54,4 +60,8 @@ def get(name: str, *, ranks: int = 1, adversary: int | None = None) -> Backend:
     """
     if name not in NAMED:
         raise InputError(f"backend: must be one of {', '.join(NAMED)}: got {name!r}")
-    return NAMED[name](ranks, adversary)
+    made = NAMED[name](ranks, adversary)
+    if group is None:
+        return made
+    rules = import_module("mla_fx.backends.distributed").RULES
+    return evolve(made, group=group, rules={**made.rules, **rules})

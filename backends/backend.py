@@ -1,4 +1,4 @@
-"""A backend: a table from op to rule, and how many ranks this process runs.
+"""A backend: a table from op to rule, and which ranks this process runs: all of a group, or one.
 
 `compile` gives straight-line code: a program whose every effect has been
 turned into a bound call, with nothing left to interpret.  In one process on
@@ -23,7 +23,8 @@ from mla_fx.effects import Drop, InputError, Launch, Op, Program, check
 #: `rule(*operands, **params) -> results`, always a tuple.  A collective is called once for all ranks:
 #: `rule([operands of rank 0, ...], **params) -> [results of rank 0, ...]`.
 #: On a device with streams a collective's rule is a generator, and what an op `uses` is passed by its name
-#: (see `mla_fx.backends.torch_streams`).
+#: (see `mla_fx.backends.torch_streams`).  In a group of processes a collective's rule is one like any other, for
+#: this rank alone, and gets the `group` (see `mla_fx.backends.distributed`).
 Rule = Callable[..., Any]
 Tree = TypeVar("Tree")
 
@@ -36,7 +37,9 @@ class MissingRuleError(LookupError):
 class Backend:
     """How programs run.  `backends.get` makes one; one of your own is another table.
 
-    `ranks` is the size of the group, all of whose ranks run in this process.
+    `ranks` is the size of the group.  All its ranks run in this process,
+    unless `group` is a group of `torch.distributed` with as many: then this
+    process runs its own rank of it, and arguments and results have one entry.
     `dtype` replaces the floating dtype of every program (the reference
     computes in "fp64"); None leaves programs as they are.  `adversary` is the
     seed of an adversarial run (see `mla_fx.backends.adversary`), None for a plain one.
@@ -49,12 +52,29 @@ class Backend:
     dtype: str | None = None
     adversary: int | None = None
     device: str | None = None
+    group: Any = None
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.ranks, int) or self.ranks < 1:
             raise InputError(f"ranks: must be an integer of at least 1: got {self.ranks!r}")
         if self.device and self.adversary is not None:
             raise InputError(f"adversary: a run on {self.device} has none: got seed {self.adversary}")
+        if self.group is not None:
+            if self.adversary is not None:
+                raise InputError(f"adversary: it plays all ranks, a group of processes has none: got {self.adversary}")
+            size, rank = torch.distributed.get_world_size(self.group), torch.distributed.get_rank(self.group)
+            if rank < 0:
+                raise InputError("group: this process must be a rank of it: got one of others")
+            if size != self.ranks:
+                raise InputError(f"ranks: must be the size of the group, {size}: got {self.ranks}")
+
+    @property
+    def here(self) -> range:
+        """The ranks that this process runs."""
+        if self.group is None:
+            return range(self.ranks)
+        rank = torch.distributed.get_rank(self.group)
+        return range(rank, rank + 1)
 
     def with_rules(self, rules: Mapping[type[Op], Rule]) -> "Backend":
         """This backend with rules added or replaced."""
@@ -83,8 +103,8 @@ class Backend:
         """Turn a program into a function; raises `LawError` for an illegal one, `MissingRuleError`.
 
         The function takes the program's arguments, each a sequence with one
-        tree for each rank, and returns what the step returns, each top-level
-        entry a list over the ranks.  States are updated in place.  `unchecked`
+        tree for each rank that runs here, and returns what the step returns,
+        each top-level entry a list over these ranks.  States are updated in place.  `unchecked`
         skips the law, to see what a race does.
         """
         if self.dtype:
@@ -112,13 +132,15 @@ class Backend:
             from mla_fx.backends.adversary import Adversary  # which needs this module
 
             body, source = Adversary(program, self, seed=self.adversary, legal=not unchecked), ""
-        return Executable(program, source, loader(program, self.ranks), body, packer(program, self.ranks))
+        return Executable(program, source, loader(program, self.here), body, packer(program, len(self.here)))
 
     def bound(self, launch: Launch, rank: int | None = None) -> Rule:
-        """The rule of a launch with the parameters of its op, and its rank where it needs one."""
+        """The rule of a launch with the parameters of its op, its rank where it needs one, and a collective's group."""
         params = {a.name: getattr(launch.op, a.name) for a in attrs.fields(type(launch.op))}
         if launch.op.needs_rank:
             params["rank"] = rank
+        if launch.op.communicates and self.group is not None:
+            params["group"] = self.group
         return partial(self.rules[type(launch.op)], **params) if params else self.rules[type(launch.op)]
 
 
@@ -141,7 +163,7 @@ class Executable:
 
 def straight_line(program: Program, backend: Backend) -> tuple[Callable[..., tuple[Any, ...]], str]:
     """The body of a program as generated Python: flat inputs to flat outputs, rank after rank."""
-    ranks = range(backend.ranks)
+    ranks = backend.here
     scope: dict[str, Any] = {}
     names = {i.name: f"x{number}" for number, i in enumerate(program.inputs)}
     arguments = ", ".join(f"{names[i.name]}_{rank}" for i in program.inputs for rank in ranks)
@@ -163,20 +185,20 @@ def straight_line(program: Program, backend: Backend) -> tuple[Callable[..., tup
 
 
 def _call(launch: Launch, names: Mapping[str, str], backend: Backend, scope: dict[str, Any]) -> list[str]:
-    ranks = range(backend.ranks)
+    ranks = backend.here
     operands = [", ".join(f"{names[name]}_{rank}" for name in launch.operands) for rank in ranks]
     results = ["".join(f"{names[name]}_{rank}, " for name in launch.results) for rank in ranks]
     function = f"{launch.op.name}_{len(scope)}"
-    if launch.op.communicates:
+    if launch.op.communicates and backend.group is None:
         scope[function] = backend.bound(launch)
         left = "".join(f"({result}), " for result in results)
         right = "".join(f"({operand},), " for operand in operands)
         return [f"    {left}= {function}([{right}])"]
     lines = []
-    for rank in ranks:
+    for rank, result, operand in zip(ranks, results, operands, strict=True):
         name = f"{function}_{rank}" if launch.op.needs_rank else function
         scope.setdefault(name, backend.bound(launch, rank))
-        lines.append(f"    {results[rank]}= {name}({operands[rank]})")
+        lines.append(f"    {result}= {name}({operand})")
     return lines
 
 

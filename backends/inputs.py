@@ -38,8 +38,8 @@ def arguments_of(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(split(i.name)[0] for i in program.inputs))
 
 
-def loader(program: Program, ranks: int) -> Load:
-    """Generate the function that loads, checks and flattens the arguments for `ranks` ranks."""
+def loader(program: Program, ranks: range) -> Load:
+    """Generate the function that loads, checks and flattens the arguments for those `ranks` that run here."""
     arguments = arguments_of(program)
     states = program.states()
     scope: dict[str, Any] = {
@@ -50,11 +50,11 @@ def loader(program: Program, ranks: int) -> Load:
     }
     lines = [f"def load({', '.join(arguments)}):", "    try:"]
     for argument in arguments:
-        lines.append(f"        if len({argument}) != {ranks}: raise TypeError")
-    leaves = [(i, rank, f"x{number}_{rank}") for number, i in enumerate(program.inputs) for rank in range(ranks)]
+        lines.append(f"        if len({argument}) != {len(ranks)}: raise TypeError")
+    leaves = [(i, rank, f"x{number}_{rank}") for number, i in enumerate(program.inputs) for rank in ranks]
     for put, rank, leaf in leaves:
         argument, rest = split(put.name)
-        lines.append(f"        {leaf} = {argument}[{rank}]{rest}")
+        lines.append(f"        {leaf} = {argument}[{ranks.index(rank)}]{rest}")
     for number, (put, rank, leaf) in enumerate(leaves):
         scope[f"i{number}"] = put
         lines.append(f"        if {_refused(put, leaf, put.name in states)}: wrong(i{number}, {rank}, {leaf})")
@@ -66,14 +66,15 @@ def loader(program: Program, ranks: int) -> Load:
     by_rank = {(put.name, rank): leaf for put, rank, leaf in leaves}
     for number, (rule, launch) in enumerate(_value_rules(program)):
         scope[f"r{number}"] = rule
-        for rank in range(ranks):
+        for rank in ranks:
             host = {n: (by_rank[s, rank], "" if aval.dtype == "host" else ".numpy()") for n, s, aval in launch}
             values = [f"{name!r}: {leaf}{view}" for name, (leaf, view) in host.items()]
             # What the ranks share, as they do lengths and tables, is looked at once.
-            news = [f"{by_rank[s, rank]} is not {by_rank[s, 0]}" for _, s, _ in launch] if rank else ["True"]
+            others = [] if rank == ranks[0] else launch
+            news = [f"{by_rank[s, rank]} is not {by_rank[s, ranks[0]]}" for _, s, _ in others] or ["True"]
             lines.append(f"    if {' or '.join(news)}: r{number}({rank}, {{{', '.join(values)}}})")
     for name in states:
-        shared = [by_rank[name, rank] for rank in range(ranks)]
+        shared = [by_rank[name, rank] for rank in ranks]
         lines.append(f"    apart({name!r}, {', '.join(shared)})")
     lines.append(f"    return ({''.join(f'{leaf}, ' for _, _, leaf in leaves)})")
     exec(compile("\n".join(lines), f"<inputs of {program.name}>", "exec"), scope)
@@ -107,21 +108,21 @@ def _wrong(put: Input, rank: int, leaf: Any) -> None:
     raise InputError(f"{where}: is updated in place and must be contiguous: got strides {leaf.stride()}")
 
 
-def _explain(program: Program, ranks: int, *arguments: Any) -> None:
+def _explain(program: Program, ranks: range, *arguments: Any) -> None:
     """Find out what is wrong with the structure of the arguments."""
     given = dict(zip(arguments_of(program), arguments, strict=True))
     for name, argument in given.items():
-        if not isinstance(argument, Sequence) or len(argument) != ranks:
+        if not isinstance(argument, Sequence) or len(argument) != len(ranks):
             size = f" of {len(argument)}" if hasattr(argument, "__len__") else ""
             raise InputError(
-                f"{name}: must be a sequence with one entry for each of {ranks} ranks: "
+                f"{name}: must be a sequence with one entry for each of {len(ranks)} ranks: "
                 f"got {type(argument).__name__}{size}"
             )
     for put in program.inputs:
         name, rest = split(put.name)
-        for rank in range(ranks):
+        for rank in ranks:
             try:
-                leaf = eval(f"tree{rest}", {"tree": given[name][rank]})
+                leaf = eval(f"tree{rest}", {"tree": given[name][ranks.index(rank)]})
             except (AttributeError, IndexError, KeyError, TypeError) as error:
                 raise InputError(f"{name} of rank {rank}: must have {rest}, {put.aval}: got {error}") from None
             if put.aval.dtype != "host" and not isinstance(leaf, torch.Tensor):

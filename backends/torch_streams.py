@@ -7,7 +7,7 @@ Every effect becomes the one call that it names:
     Wait     stream.wait_event(event)          Drop   del
 
 Rules create no stream and no event: they run on the stream that is current.
-All ranks are in this process, on one device, each with streams of its own.
+All ranks that this process runs are on one device, each with streams of its own.
 
 The way in and out.  Inputs are ready on the stream that is current when the
 program is called, outputs are read there.  So every rank's main stream waits
@@ -16,7 +16,8 @@ stream, which by the law all others have joined.  Outputs are kept for the
 caller's stream, since they were allocated on a rank's.  Integers are taken on
 the host, where their values are checked, and go to the device from pinned memory.
 
-Collectives.  Ranks meet on the stream s of the launch: each rank's s waits for
+Collectives of ranks in one process (in a group of processes they are launches
+like any other, see `mla_fx.backends.distributed`).  Ranks meet on the stream s of the launch: each rank's s waits for
 the s of all ranks.  A collective's rule is a generator that is asked once for
 each rank, in rank order, with that rank's s current, round after round, with a
 meeting before each round and behind the last:
@@ -154,7 +155,7 @@ class _Writer:
 
     @property
     def ranks(self) -> range:
-        return range(self.backend.ranks)
+        return self.backend.here
 
     def write(self) -> str:
         """The source of `body`."""
@@ -202,9 +203,10 @@ class _Writer:
 
     def begin(self) -> None:
         """Every rank's main stream waits for the caller's; integers are sent after it."""
-        self.say(f"{self.event(0, '<start>')}.record(caller)")
+        start = self.event(self.ranks[0], "<start>")
+        self.say(f"{start}.record(caller)")
         for rank in self.ranks:
-            self.say(f"{self.stream(rank, MAIN)}.wait_event({self.event(0, '<start>')})")
+            self.say(f"{self.stream(rank, MAIN)}.wait_event({start})")
         for put in self.program.inputs:
             if put.aval.dtype != "host" and DTYPES[put.aval.dtype] in ON_HOST:
                 for rank in self.ranks:
@@ -227,7 +229,8 @@ class _Writer:
         """One effect on every rank."""
         if isinstance(effect, Launch):
             self.names.update({name: f"v{len(self.names) + k}" for k, name in enumerate(effect.results)})
-            return self.together(effect) if effect.op.communicates else self.launch(effect)
+            together = effect.op.communicates and self.backend.group is None
+            return self.together(effect) if together else self.launch(effect)
         for rank in self.ranks:
             match effect:
                 case Record():

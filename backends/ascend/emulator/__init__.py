@@ -29,12 +29,13 @@ def _machine() -> Machine:
     return Machine(library_folder(list(OPERATORS)), OPERATORS)
 
 
-def emulate(*, seed: int = 0) -> Machine:
+def load() -> Machine:
     """Put the emulated CANN under torch_npu in this process, for good, and import torch_npu over it.
 
-    The first call compiles the libraries unless they are in the cache; later
-    calls return the same machine with another seed.  Raises `InputError` when
-    torch_npu is missing or was imported before, or when nothing can be compiled.
+    The first call compiles the libraries unless they are in the cache.  The
+    device is not touched and no thread is started, so that a process which has
+    loaded may fork others, each with a device of its own.  Raises `InputError`
+    when torch_npu is missing or was imported before, or when nothing can be compiled.
     """
     if not _machine.cache_info().currsize:
         if "torch_npu" in sys.modules:
@@ -44,5 +45,11 @@ def emulate(*, seed: int = 0) -> Machine:
     with contextlib.redirect_stdout(sys.stderr):  # on which the wheel has things to say about its environment
         import torch_npu  # noqa: F401
 
+    return machine
+
+
+def emulate(*, seed: int = 0) -> Machine:
+    """Load it (see `load`) and set a seed: the machine of this process, the same one in every call."""
+    machine = load()
     machine.seed(seed)
     return machine

@@ -2,9 +2,10 @@
 
 Decided here: what is built, from what, and where it is kept.  The wheel links
 to nine libraries by name.  `libascendcl.so` is the runtime, `libopapi.so` the
-operators' entry points; the others are empty and only satisfy the loader.
-What the wheel asks for and `runtime.cpp` does not define is a weak function
-that returns 0, so that a call which matters and is missing shows at that call.
+operators' entry points, `libhccl.so` the collectives; the others are empty and
+only satisfy the loader.  What the wheel asks for and neither `runtime.cpp` nor
+`hccl.cpp` defines is a weak function that returns 0, so that a call which
+matters and is missing shows at that call.
 
 Every operator that the wheel can ask for has an entry point, emulated or not:
 where one were missing, the wheel would take an older way, and fail far from the call.
@@ -32,7 +33,7 @@ from mla_fx.backends.ascend.emulator.trampolines import assembly
 from mla_fx.effects import InputError
 
 _HERE = Path(__file__).parent
-_SOURCES = ("runtime.cpp", "descriptors.cpp")
+_SOURCES = ("runtime.cpp", "descriptors.cpp", "hccl.cpp")
 #: In the order in which they must be loaded.
 LIBRARIES: Final = (
     "libascendcl",
@@ -112,9 +113,9 @@ def entry_points(folder: Path) -> list[str]:
 def _compile(folder: Path, operators: Sequence[str]) -> None:
     """Compile all libraries into `folder`."""
     root = wheel()
-    runtime = (_HERE / "runtime.cpp").read_text()
+    defined = "".join((_HERE / name).read_text() for name in _SOURCES)
     contents = {library: library.read_bytes() for library in (*root.glob("lib/*.so"), *root.glob("_C*.so"))}
-    missing = sorted(name for name in _asked_for(contents) if f" {name}(" not in runtime)
+    missing = sorted(name for name in _asked_for(contents) if f" {name}(" not in defined)
     weak = "".join(f"int {n}() __attribute__((weak)); int {n}() {{ return 0; }}\n" for n in missing)
     (folder / "absent.cpp").write_text(f'extern "C" {{\n{weak}}}\n')
     known = {name.decode() for content in contents.values() for name in _OPERATOR.findall(content)}
@@ -122,9 +123,11 @@ def _compile(folder: Path, operators: Sequence[str]) -> None:
     (folder / "entries.txt").write_text("\n".join(entries))
     (folder / "entries.s").write_text(assembly(entries, platform.machine()))
     (folder / "empty.cpp").write_text("")
+    headers = [f"-I{root / 'include' / part}" for part in (".", "third_party/hccl/inc")]
     sources: dict[str, list[str | Path]] = {
-        "libascendcl": [f"-I{root / 'include'}", _HERE / "runtime.cpp", folder / "absent.cpp"],
+        "libascendcl": [*headers, _HERE / "runtime.cpp", folder / "absent.cpp"],
         "libopapi": [folder / "entries.s", _HERE / "descriptors.cpp"],
+        "libhccl": [*headers, _HERE / "hccl.cpp"],
     }
     for library in LIBRARIES:
         linked = [] if library == "libascendcl" else ["-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]

@@ -30,7 +30,16 @@ _DTYPES = {
     12: torch.bool,
     27: torch.bfloat16,
 }
-_KINDS = ("operator", "record", "wait", "to_device", "to_host", "on_device", "fill")
+_KINDS = ("operator", "record", "wait", "to_device", "to_host", "on_device", "fill", "collective")
+#: As `hccl.cpp` numbers them; and its dtypes.
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"),
+    *("broadcast", "send", "barrier"),
+)
+_SENT = (
+    *(torch.int8, torch.int16, torch.int32, torch.float16, torch.float32, torch.int64),
+    *(torch.uint64, torch.uint8, torch.uint16, torch.uint32, torch.float64, torch.bfloat16),
+)
 _Pointer = ctypes.c_void_p
 _Absent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 _Run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int, _Pointer, ctypes.c_uint64)
@@ -41,10 +50,12 @@ class Traced:
     """Something that ran on the device.
 
     `kind` is operator, record, wait, to_device, to_host, on_device (a copy by
-    the runtime) or fill; `stream` and `event` are the handles that
-    `torch.npu.Stream.npu_stream` and `torch.npu.Event.npu_event` show.
-    `name` is an operator's, as CANN knows it; `operands` and `results` are the
-    dtypes and shapes of its tensors.  `bytes_` is what a copy moved, or the size of an operator's tensors.
+    the runtime), fill or collective (of a group of processes); `stream` and
+    `event` are the handles that `torch.npu.Stream.npu_stream` and
+    `torch.npu.Event.npu_event` show.  `name` is an operator's, as CANN knows
+    it, or a collective's; `operands` and `results` are the dtypes and shapes of
+    an operator's tensors, of a collective what this rank sends.  `bytes_` is
+    what a copy moved, the size of an operator's tensors, or what a rank sends.
     """
 
     kind: str
@@ -227,6 +238,10 @@ class Machine:
 
     def _entry(self, entry: Any) -> Traced:
         kind = _KINDS[entry.kind]
+        if kind == "collective":
+            name, dtype = _COLLECTIVES[entry.subject % 256], _SENT[entry.subject // 256]
+            sent = ((dtype, (entry.bytes // dtype.itemsize,)),)
+            return Traced(kind, entry.stream, name=name, operands=sent, bytes_=entry.bytes)
         if kind != "operator":
             return Traced(kind, entry.stream, event=entry.subject, bytes_=entry.bytes)
         call = (self._traced or {})[entry.subject]

@@ -7,9 +7,16 @@
 //
 // Even seeds draw uniformly.  The others give streams priorities, so that one is kept back for as long as events allow;
 // every other one of them changes a priority now and then.  A trace, where one is asked for, has every task that ran: operators, copies, records, waits.
+//
+// Collectives (hccl.cpp) are tasks that wait for other processes.  While they do, the other streams move on, and where
+// none can, the host polls, asks whether a peer is gone, and gives up in the end.  How fast peers are is not drawn: with
+// several processes a seed leads the interleaving, but does not replay it.
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
 
+#include <dlfcn.h>
+
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -19,14 +26,15 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
 
-enum Kind : int64_t { OPERATOR, RECORD, WAIT, TO_DEVICE, TO_HOST, ON_DEVICE, FILL };
+enum Kind : int64_t { OPERATOR, RECORD, WAIT, TO_DEVICE, TO_HOST, ON_DEVICE, FILL, COLLECTIVE };
 
 struct Entry {
-  int64_t kind, stream, subject, bytes;  // subject: executor of an operator, identity of an event
+  int64_t kind, stream, subject, bytes;  // subject: executor of an operator, identity of an event, op and dtype of a collective
 };
 
 using Mark = std::shared_ptr<bool>;  // set when the device has come past a record
@@ -40,7 +48,11 @@ struct Task {
   std::function<bool()> run;  // false: a fault on the device
   bool traced = true;
   Mark wait;  // empty: for nothing
+  std::function<int(int)> peers = nullptr;  // asked by a number of `Ask`: for tasks that other processes hold back
 };
+
+// READY: whether it can run.  HOPELESS: whether it never will.  GIVE_UP: it has waited too long.  The last two say why.
+enum Ask { READY, HOPELESS, GIVE_UP };
 
 struct Stream {
   int32_t id;
@@ -63,6 +75,7 @@ struct Machine {
   std::vector<void*> given_back;
   std::string message = "emulated CANN";
   bool faulted = false;
+  uint64_t thrown_away = 0;  // how often a recovery cleared the queues
   int32_t current = 0;
 };
 Machine& m = *new Machine;
@@ -77,7 +90,30 @@ double fraction() { return std::uniform_real_distribution<double>(0, 1)(m.draw);
 bool runnable(const Stream* stream) {
   if (stream->queue.empty()) return false;
   const Task& task = stream->queue.front();
+  if (task.peers) return task.peers(READY);
   return !task.wait || *task.wait;
+}
+
+// Whether a stream's head says yes to what is asked of it; false too where no head waits for a peer.
+bool any_says(Ask ask) {
+  for (Stream* stream : m.streams)
+    if (!stream->queue.empty() && stream->queue.front().peers && stream->queue.front().peers(ask)) return true;
+  return false;
+}
+
+bool peers_awaited() {
+  for (Stream* stream : m.streams)
+    if (!stream->queue.empty() && stream->queue.front().peers) return true;
+  return false;
+}
+
+using Clock = std::chrono::steady_clock;
+
+// For how long nothing may happen; HCCL_EXEC_TIMEOUT is CANN's own name for it, whose default is half an hour.
+std::chrono::seconds patience() {
+  const char* told = getenv("HCCL_EXEC_TIMEOUT");
+  int seconds = told ? atoi(told) : 0;
+  return std::chrono::seconds(seconds > 0 ? seconds : 120);
 }
 
 Stream* choose(const std::vector<Stream*>& ready) {
@@ -89,29 +125,77 @@ Stream* choose(const std::vector<Stream*>& ready) {
   return first;
 }
 
-// Run tasks until `done`.  False: a fault, or a deadlock (every stream waits).
-bool drive(const std::function<bool()>& done) {
-  std::lock_guard<std::recursive_mutex> alone(m.driver);
-  for (;;) {
-    Task task;
-    {
-      std::lock_guard<std::recursive_mutex> guard(m.queues);
-      if (m.faulted) return false;
-      if (done()) return true;
-      std::vector<Stream*> ready;
-      for (Stream* stream : m.streams)
-        if (runnable(stream)) ready.push_back(stream);
-      if (ready.empty()) {
-        m.message = "emulated CANN: deadlock, every stream waits for an event";
-        m.faulted = true;
-        return false;
-      }
-      Stream* stream = choose(ready);
-      task = std::move(stream->queue.front());
-      stream->queue.pop_front();
-      if (task.traced) note(task.entry);
+bool fault(const char* message) {
+  if (message) m.message = message;
+  m.faulted = true;
+  return false;
+}
+
+// Nothing can run: wait for a peer, and say false when that is in vain.  `outside`: `done` depends on peers too.
+bool wait_for_peers(Clock::time_point since, int turn, bool outside) {
+  {
+    std::lock_guard<std::recursive_mutex> guard(m.queues);
+    if (!outside && !peers_awaited()) return fault("emulated CANN: deadlock, every stream waits for an event");
+    if (turn % 16 == 15 && any_says(HOPELESS)) return fault(nullptr);
+    if (Clock::now() - since > patience()) {
+      if (any_says(GIVE_UP)) return fault(nullptr);
+      if (outside) return false;
     }
-    if (task.run && !task.run()) m.faulted = true;
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(turn < 32 ? 50 : 1000));
+  return true;
+}
+
+enum Step { DONE, RAN, IDLE, FAULT };
+
+// Run one task, unless `done`.  By the driver only.
+Step step(const std::function<bool()>& done) {
+  Task task;
+  {
+    std::lock_guard<std::recursive_mutex> guard(m.queues);
+    if (m.faulted) return FAULT;
+    if (done()) return DONE;
+    std::vector<Stream*> ready;
+    for (Stream* stream : m.streams)
+      if (runnable(stream)) ready.push_back(stream);
+    if (ready.empty()) return IDLE;
+    Stream* stream = choose(ready);
+    task = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    if (task.traced) note(task.entry);
+  }
+  if (task.run && !task.run()) m.faulted = true;
+  return RAN;
+}
+
+// Become the driver.  Another one may be waiting for Python's lock, which this thread may hold: let go of it meanwhile.
+std::unique_lock<std::recursive_mutex> become_driver() {
+  std::unique_lock<std::recursive_mutex> alone(m.driver, std::try_to_lock);
+  if (alone) return alone;
+  auto python = [](const char* name) { return dlsym(RTLD_DEFAULT, name); };
+  static auto own_state = reinterpret_cast<void* (*)()>(python("PyGILState_GetThisThreadState"));
+  static auto holds = reinterpret_cast<int (*)()>(python("PyGILState_Check"));
+  static auto let_go = reinterpret_cast<void* (*)()>(python("PyEval_SaveThread"));
+  static auto take = reinterpret_cast<void (*)(void*)>(python("PyEval_RestoreThread"));
+  void* state = own_state && own_state() && holds() ? let_go() : nullptr;
+  alone.lock();
+  if (state) take(state);
+  return alone;
+}
+
+// Run tasks until `done`.  False: a fault, or a deadlock (every stream waits), or peers that do not come.
+bool drive(const std::function<bool()>& done, bool outside = false) {
+  auto alone = become_driver();
+  Clock::time_point since;
+  for (int turn = 0;;) {
+    switch (step(done)) {
+      case DONE: return true;
+      case FAULT: return false;
+      case RAN: turn = 0; break;
+      case IDLE:
+        if (turn == 0) since = Clock::now();
+        if (!wait_for_peers(since, turn++, outside)) return false;
+    }
   }
 }
 
@@ -189,6 +273,35 @@ void emulator_enqueue(aclrtStream stream, Run run, int64_t executor, void* works
     enqueue(stream, {entry, [=] { return run(executor, phase, workspace, bytes) == 0; }, phase == 0});
 }
 
+// Defer a collective: `phases` tasks, each of which waits until `turn(collective, phase, READY)`.
+using Turn = int (*)(void* collective, int phase, int ask);
+constexpr int kRun = 3;  // asked of a turn beside `Ask`: to run; 0 is a fault
+
+void emulator_enqueue_collective(aclrtStream stream, Turn turn, void* collective, int phases, int64_t subject,
+                                 int64_t bytes) {
+  Entry entry{COLLECTIVE, 0, subject, bytes};
+  std::lock_guard<std::recursive_mutex> guard(m.queues);
+  for (int phase = 0; phase < phases; phase++) {
+    Task task{entry, [=] { return turn(collective, phase, kRun) != 0; }, phase == 0};
+    task.peers = [=](int ask) { return turn(collective, phase, ask); };
+    enqueue(stream, std::move(task));
+  }
+}
+
+// Wait on the host for what other processes do; meanwhile the device runs.  1: `done`; 0: a fault, or it took too long.
+int emulator_wait(int (*done)(void*), void* subject) {
+  return drive([=] { return done(subject) != 0; }, true);
+}
+
+// For a host that waits for something else than its device: run what can run, until `done`, unless somebody drives.
+void emulator_help(int (*done)()) {
+  std::unique_lock<std::recursive_mutex> alone(m.driver, std::try_to_lock);
+  if (!alone) return;
+  while (step([=] { return done() != 0; }) == RAN) {}
+}
+
+uint64_t emulator_thrown_away() { return m.thrown_away; }
+
 void emulator_seed(uint64_t seed) {
   std::lock_guard<std::recursive_mutex> guard(m.queues);
   m.seed = seed;
@@ -215,6 +328,7 @@ int emulator_recover() {
     stream->queue.clear();
   }
   m.faulted = false;
+  m.thrown_away++;
   return 1;
 }
 

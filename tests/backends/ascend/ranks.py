@@ -1,0 +1,225 @@
+"""What a rank of a group of processes does in a test: functions of a member, run by `tests.processes`."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from mla_fx import backends, orchestrations
+from mla_fx.backends.ascend.emulator import Machine, emulate
+from mla_fx.effects import Op, schedule
+from tests.backends.ascend.steps import setup
+from tests.backends.ranks import alone
+from tests.processes import Member
+
+
+def start(member: Member, *, seed: int = 0, patience: int = 20) -> tuple[Machine, Any]:
+    """The device, and the group after its first collective, which makes the communicator."""
+    os.environ["HCCL_EXEC_TIMEOUT"] = str(patience)
+    machine, group = emulate(seed=seed), member.join("hccl")
+    total = torch.ones(1, device="npu")
+    dist.all_reduce(total)
+    assert total.item() == member.ranks
+    return machine, group
+
+
+def host(tree: Any) -> list[torch.Tensor]:
+    return [leaf.cpu() for leaf in pytree.tree_leaves(tree)]
+
+
+def decode(
+    member: Member, *, sizes: dict[str, Any], dtype: str, orchestration: str, seeds: int, together: int = 0
+) -> list[list[torch.Tensor]]:
+    """Outputs and caches of one step under several seeds; `together`: of that many ranks, all in this process."""
+    machine, group = (emulate(), None) if together else start(member)
+    ranks = together or member.ranks
+    given = setup(dtype, ranks=ranks, **sizes)
+    backend = backends.get("ascend", ranks=ranks, group=group)
+    run = backend.compile(schedule(given.step, orchestrations.NAMED[orchestration]))
+    own = backend.put([[argument[rank] for rank in backend.here] for argument in given.arguments()])
+    found = []
+    for seed in range(seeds):
+        machine.seed(seed * ranks + member.rank)
+        params, caches, *rest = own
+        found.append(host(run(params, pytree.tree_map(lambda cache: cache.clone(), caches), *rest)))
+    return found
+
+
+def steps(member: Member, *, dtype: str, queries: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The output of several steps in a row; nothing is read on the host before the end."""
+    machine, group = start(member)
+    given = setup(dtype, ranks=member.ranks)
+    backend = backends.get("ascend", ranks=member.ranks, group=group)
+    run = backend.compile(schedule(given.step, orchestrations.attention_aside))
+    machine.seed(member.rank)
+    params, caches, hidden, _ = backend.put([[argument[member.rank]] for argument in given.arguments()])
+    outs, lengths = [], [0] * given.requests
+    for query in queries:
+        out, caches = run(params, caches, hidden, [given.batches(tuple(lengths), query)[member.rank]])
+        outs.append(out[0])
+        lengths = [length + new for length, new in zip(lengths, query, strict=True)]
+    return host(outs)
+
+
+def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...]]) -> Any:
+    """One op in a program of its own, on this rank's `operands`: its results, and the collectives that ran."""
+    machine, group = start(member, seed=member.rank)
+    backend = backends.get("ascend", ranks=member.ranks, group=group)
+    own = operands[member.rank]
+    run = backend.compile(schedule(alone(op, own), orchestrations.serial))
+    given = [[backend.put(x)] for x in own]
+    with machine.tracing() as trace:
+        results = [out for (out,) in run(*given)]
+        assert machine.ran() == 0, "the host waited"
+        member.tell(f"rank {member.rank} has issued")
+        for rank in range(member.ranks):  # so that no peer waits long enough for help
+            member.hear(f"rank {rank} has issued")
+    return host(results), [task for task in trace if task.kind == "collective"]
+
+
+# --- the group itself ------------------------------------------------------------
+
+
+def transports(member: Member) -> dict[str, torch.Tensor]:
+    """What the wheel's own process group does over the emulated HCCL."""
+    start(member)
+    rank, ranks = member.rank, member.ranks
+    found: dict[str, torch.Tensor] = {}
+    found["broadcast"] = torch.full((3,), float(rank), device="npu")
+    dist.broadcast(found["broadcast"], ranks - 1)
+    splits = [rank + other for other in range(ranks)]  # nothing from 0 to 0
+    sent = (torch.arange(sum(splits), dtype=torch.float32) + 100 * rank).npu()
+    found["uneven"] = torch.empty_like(sent)
+    dist.all_to_all_single(found["uneven"], sent, splits, splits)
+    found["scattered"] = torch.empty(2, device="npu")
+    dist.reduce_scatter_single(found["scattered"], (torch.arange(2.0 * ranks) + rank).npu())
+    for name, how in (("max", dist.ReduceOp.MAX), ("min", dist.ReduceOp.MIN)):
+        found[name] = torch.tensor([rank, -rank], device="npu")
+        dist.all_reduce(found[name], how)
+    dist.barrier()
+    pair = dist.new_group([0, ranks - 1])
+    if rank in (0, ranks - 1):
+        found["pair"] = torch.full((2,), float(rank), device="npu")
+        dist.all_reduce(found["pair"], group=pair)
+    if rank == 0:
+        dist.send(torch.arange(5).npu(), ranks - 1)
+    if rank == ranks - 1:
+        found["sent"] = torch.zeros(5, dtype=torch.int64, device="npu")
+        dist.recv(found["sent"], 0)
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def sums(member: Member, *, operands: list[torch.Tensor]) -> torch.Tensor:
+    start(member, seed=member.rank)
+    total = operands[member.rank].npu()
+    dist.all_reduce(total)
+    return total.cpu()
+
+
+def overwritten(member: Member, *, seeds: int, waits: bool) -> list[float]:
+    """An operand that is overwritten after the collective, or (not `waits`) without waiting for it."""
+    machine, _ = start(member)
+    found = []
+    for seed in range(seeds):
+        machine.seed(seed * member.ranks + member.rank)
+        sent, got = torch.ones(8, device="npu"), torch.empty(8 * member.ranks, device="npu")
+        torch.npu.synchronize()
+        work = dist.all_gather_single(got, sent, async_op=True)
+        if waits:
+            work.wait()
+        sent.zero_()
+        work.wait()
+        found.append(got.cpu().sum().item())
+    return found
+
+
+def elsewhere(member: Member) -> float:
+    """While the peer of its collective is away, a process goes on with its other streams."""
+    start(member)
+    x = torch.ones(4, device="npu")
+    if member.rank == 1:
+        member.hear("rank 0 has a result")
+    work = dist.all_reduce(x, async_op=True)
+    if member.rank == 0:
+        side = torch.npu.Stream()
+        for _ in range(20):  # somewhere in there the collective gets to the head of its stream
+            with torch.npu.stream(side):
+                y = torch.full((4,), 3.0, device="npu") * 2
+            side.synchronize()
+        assert not work.is_completed()
+        member.tell("rank 0 has a result")
+        assert y.cpu().tolist() == [6.0] * 4
+    work.wait()
+    return x.cpu().sum().item()
+
+
+def busy(member: Member) -> float:
+    """A host that waits for its peer's word instead of its own device: the device gets on all the same."""
+    start(member)
+    x = torch.ones(4, device="npu")
+    dist.all_reduce(x)
+    if member.rank == 0:
+        member.hear("rank 1 has a result")
+    else:
+        torch.npu.synchronize()
+        member.tell("rank 1 has a result")
+    return x.cpu().sum().item()
+
+
+def two_groups(member: Member) -> list[float]:
+    """Two groups whose collectives are issued in another order on each rank: only one group's order counts."""
+    start(member)
+    groups = [dist.new_group(range(member.ranks)) for _ in range(2)]
+    operands = [torch.full((2,), float(k + member.rank), device="npu") for k in range(2)]
+    for k in (0, 1):
+        dist.all_reduce(torch.ones(1, device="npu"), group=groups[k])
+    torch.npu.synchronize()
+    works = [dist.all_reduce(operands[k], group=groups[k], async_op=True) for k in ((0, 1), (1, 0))[member.rank % 2]]
+    for work in works:
+        work.wait()
+    return [x.cpu().sum().item() for x in operands]
+
+
+# --- what goes wrong ---------------------------------------------------------------
+
+
+def mismatch(member: Member, *, what: str) -> None:
+    """The last rank issues something else."""
+    start(member)
+    odd = member.rank == member.ranks - 1
+    x = torch.ones(4, device="npu")
+    if what == "op" and odd:
+        dist.all_gather_single(torch.empty(4 * member.ranks, device="npu"), x)
+    elif what == "count" and odd:
+        dist.all_reduce(torch.ones(6, device="npu"))
+    elif what == "dtype" and odd:
+        dist.all_reduce(x.half())
+    elif what == "splits":
+        splits = [1] * member.ranks
+        awaited = [2 if odd and not rank else 1 for rank in range(member.ranks)]
+        sent = torch.ones(member.ranks, device="npu")
+        dist.all_to_all_single(torch.empty(sum(awaited), device="npu"), sent, awaited, splits)
+    else:
+        dist.all_reduce(x)
+    torch.npu.synchronize()
+
+
+def absence(member: Member, *, how: str) -> None:
+    """The last rank ends, leaves or stays away."""
+    start(member, patience=2 if how == "stays away" else 30)
+    if member.rank == member.ranks - 1:
+        if how == "ends":
+            os._exit(7)
+        if how == "leaves":
+            dist.destroy_process_group()
+        for rank in range(member.rank):
+            member.hear(f"rank {rank} has failed")
+        return
+    x = torch.ones(4, device="npu")
+    dist.all_reduce(x)
+    try:
+        torch.npu.synchronize()
+    finally:
+        member.tell(f"rank {member.rank} has failed")

@@ -1,0 +1,256 @@
+"""One rank in each process, over the wheel's own process group and the emulated HCCL: results, and what goes wrong."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mla_fx import backends, orchestrations
+from mla_fx.backends import cpu
+from mla_fx.effects import ops, schedule
+from tests.backends.ascend import ranks as do
+from tests.backends.ascend.conftest import random, why_not
+from tests.backends.ascend.steps import setup
+from tests.processes import Nursery, nursery
+
+ATOL = {"bf16": 0.06, "fp16": 0.008, "fp32": 2e-5}
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Nursery]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with nursery(emulated=True) as made:
+        yield made
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))  # NaN is not equal to itself
+
+
+# --- the decode step ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_step(processes, ranks, dtype):
+    """Near the reference; under every seed the same bits, on all ranks, and those of all ranks in one process."""
+    given = setup(dtype, ranks=ranks)
+    found = processes.run(
+        do.decode, ranks=ranks, sizes={}, dtype=dtype, orchestration="attention-aside", seeds=4 if ranks < 8 else 2
+    )
+    ((together,),) = processes.run(
+        do.decode, ranks=1, together=ranks, sizes={}, dtype=dtype, orchestration="attention-aside", seeds=1
+    )
+    exact = backends.get("reference", ranks=ranks)
+    wanted = exact.compile(schedule(given.step, orchestrations.serial))(*exact.put(given.arguments(), copy=True))
+    for rank, by_seed in enumerate(found):
+        out, *cache = by_seed[0]
+        torch.testing.assert_close(out.double(), wanted[0][rank], rtol=0, atol=ATOL[dtype])
+        for ours, exactly in zip(cache, wanted[1][rank], strict=True):
+            torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=ATOL[dtype])
+        assert torch.equal(out, found[0][0][0])
+        assert all(same(of_seed, by_seed[0]) for of_seed in by_seed)
+        assert torch.equal(out, together[rank])
+        assert same(cache, together[ranks + 2 * rank : ranks + 2 * rank + 2])
+
+
+@pytest.mark.parametrize("orchestration", ["serial", "exchange-aside"])
+def test_other_orchestrations(processes, orchestration):
+    first, second = (
+        processes.run(do.decode, ranks=2, sizes={}, dtype="bf16", orchestration=name, seeds=3)
+        for name in (orchestration, "attention-aside")
+    )
+    for ours, others in zip(first, second, strict=True):
+        assert all(same(of_seed, others[0]) for of_seed in ours)
+
+
+def test_own_heads_by_rank(processes):
+    """A replicated query is sliced by the rank of the group, not by the place in this process."""
+    given = setup("fp32", ranks=4, replicate_query=True)
+    found = processes.run(
+        do.decode, ranks=4, sizes={"replicate_query": True}, dtype="fp32", orchestration="attention-aside", seeds=1
+    )
+    exact = backends.get("reference", ranks=4)
+    wanted, _ = exact.compile(schedule(given.step, orchestrations.serial))(*exact.put(given.arguments(), copy=True))
+    for ((out, *_),) in found:
+        torch.testing.assert_close(out.double(), wanted[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (4, "fp32")])
+def test_steps_in_a_row(processes, ranks, dtype):
+    """Issued one after the other; lengths change, caches grow over block borders."""
+    queries = [((1, 2), (3, 0), (0, 1))[step % 3] for step in range(9)]
+    found = processes.run(do.steps, ranks=ranks, dtype=dtype, queries=queries)
+    given, exact = setup(dtype, ranks=ranks), backends.get("reference", ranks=ranks)
+    right = exact.compile(schedule(given.step, orchestrations.serial))
+    caches, lengths = exact.put(given.caches(), copy=True), [0, 0]
+    for step, query in enumerate(queries):
+        want, caches = right(*exact.put((given.params(), caches, given.hidden(), given.batches(tuple(lengths), query))))
+        lengths = [length + new for length, new in zip(lengths, query, strict=True)]
+        for outs in found:
+            torch.testing.assert_close(outs[step].double(), want[0], rtol=0, atol=ATOL[dtype])
+            assert torch.equal(outs[step], found[0][step])
+
+
+# --- the collectives of the project --------------------------------------------------
+
+NASTY = [65504.0, -7e4, 70000.25, 3e38, 1e-30, -1e-45, 0.0, -0.0, math.inf, -math.inf, math.nan, 128 - 2**-17]
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(BITS[tensor.element_size()])
+
+
+@each_dtype
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_to_all_bit_for_bit(processes, dtype, ranks):
+    """Infinities, NaN payloads and subnormals of an LSE and of an output; one message of bytes; nobody waits."""
+    given = []
+    for rank in range(ranks):
+        lse = torch.tensor(NASTY, dtype=torch.float32).roll(rank).view(3, 4)
+        lse.view(torch.int32)[0, rank] = 0x7F800001 + rank  # a signalling NaN
+        out = bits(torch.arange(96, dtype=torch.float32).to(dtype)).mul(677 + rank).view(dtype).view(3, 4, 8)
+        given.append((out, lse))
+    found = processes.run(do.collective, ranks=ranks, op=ops.AllToAll(ranks), operands=given)
+    wanted = cpu.RULES[ops.AllToAll](given, ranks=ranks)
+    for ((ours,), trace), (exactly,) in zip(found, wanted, strict=True):
+        assert ours.dtype == dtype
+        assert torch.equal(bits(ours), bits(exactly))
+        assert [(task.name, task.operands) for task in trace] == [("all_to_all", ((torch.uint8, (ours.nbytes,)),))]
+
+
+@each_dtype
+def test_gathers_bit_for_bit(processes, dtype):
+    rng = np.random.default_rng(3)
+    for ranks, op, shapes in (
+        (4, ops.GatherHeads(4), ((3, 2, 8), (3, 2, 4))),
+        (2, ops.AllGather(features=9, ranks=2), ((3, 5),)),
+        (2, ops.AllGather(features=10, ranks=2), ((1, 5),)),
+    ):
+        given = [tuple(random(rng, *shape, dtype=dtype) for shape in shapes) for _ in range(ranks)]
+        bits(given[1][0]).view(-1)[:2] = torch.tensor([0x7F81, 1])  # a signalling NaN, a subnormal
+        found = processes.run(do.collective, ranks=ranks, op=op, operands=given)
+        params = {"ranks": ranks, **({"features": op.features} if isinstance(op, ops.AllGather) else {})}
+        for (ours, trace), exactly in zip(found, cpu.RULES[type(op)](given, **params), strict=True):
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, exactly, strict=True))
+            assert [task.name for task in trace] == ["all_gather"]
+
+
+@each_dtype
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_reduce(processes, dtype, ranks):
+    """In rank order, in float32, rounded once, on all ranks: the bits of the CPU's rule."""
+    rng = np.random.default_rng(5)
+    given = [(random(rng, 3, 4, dtype=dtype) * 10.0 ** (2 - rank),) for rank in range(ranks)]
+    found = processes.run(do.collective, ranks=ranks, op=ops.AllReduce(), operands=given)
+    for ((ours,), _), (exactly,) in zip(found, cpu.RULES[ops.AllReduce](given), strict=True):
+        assert torch.equal(ours, exactly)
+
+
+def test_no_tokens(processes):
+    """A step of nothing moves nothing, on any rank."""
+    given = [(torch.empty(0, 4, 8), torch.empty(0, 4))] * 2
+    for (ours,), trace in processes.run(do.collective, ranks=2, op=ops.AllToAll(2), operands=given):
+        assert ours.shape == (2, 0, 2, 9) and not trace
+
+
+# --- the emulated HCCL ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_the_wheel_asks_of_it(processes, ranks):
+    for rank, got in enumerate(processes.run(do.transports, ranks=ranks)):
+        assert got["broadcast"].tolist() == [ranks - 1] * 3
+        uneven = []
+        for source in range(ranks):
+            begin = sum(source + other for other in range(rank))
+            uneven += [100 * source + begin + k for k in range(source + rank)]
+        assert got["uneven"].tolist() == uneven
+        mine = [2.0 * rank, 2.0 * rank + 1]
+        assert got["scattered"].tolist() == [ranks * x + sum(range(ranks)) for x in mine]
+        assert got["max"].tolist() == [ranks - 1, 0] and got["min"].tolist() == [0, 1 - ranks]
+        if rank in (0, ranks - 1):
+            assert got["pair"].tolist() == [ranks - 1] * 2
+        if rank == ranks - 1:
+            assert got["sent"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_16_bit_number_is_summed_right(processes, dtype):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    for shift in (1, 12345):
+        given = [every, every.roll(shift)]
+        wanted = (given[0].float() + given[1].float()).to(dtype)
+        for got in processes.run(do.sums, ranks=2, operands=given):
+            assert torch.equal(got.isnan(), wanted.isnan())
+            assert torch.equal(bits(got)[~got.isnan()], bits(wanted)[~wanted.isnan()])
+
+
+def test_an_operand_is_read_late(processes):
+    """Who overwrites it without waiting for the collective has sent something else, under some seed."""
+    assert processes.run(do.overwritten, ranks=2, seeds=6, waits=True) == [[16.0] * 6] * 2
+    assert processes.run(do.overwritten, ranks=2, seeds=6, waits=False) != [[16.0] * 6] * 2
+
+
+def test_other_streams_go_on(processes):
+    assert processes.run(do.elsewhere, ranks=2) == [8.0, 8.0]
+
+
+def test_a_device_works_while_its_host_waits_for_something_else(processes):
+    assert processes.run(do.busy, ranks=2) == [8.0, 8.0]
+
+
+def test_two_groups_do_not_hold_each_other_up(processes):
+    assert processes.run(do.two_groups, ranks=2) == [[2.0, 6.0]] * 2
+
+
+MISMATCHES = {
+    "op": ("rank 0 is in all_reduce (sum) of 4 fp32", "rank 2 in all_gather of 4 fp32"),
+    "count": ("rank 0 is in all_reduce (sum) of 4 fp32", "rank 2 in all_reduce (sum) of 6 fp32"),
+    "dtype": ("rank 0 is in all_reduce (sum) of 4 fp32", "rank 2 in all_reduce (sum) of 4 fp16"),
+    "splits": ("rank 0 sends 4 bytes", "rank 2 awaits 8"),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_ranks_that_do_not_match(processes, what):
+    """An error on the ranks that see it, which names both; soon, and never a hang."""
+    found = processes.outcomes(do.mismatch, ranks=3, what=what)
+    for outcome in found if what != "splits" else found[2:]:
+        assert outcome.error is not None and "RuntimeError" in outcome.error
+        assert all(part in outcome.error for part in MISMATCHES[what]), outcome.error
+        assert outcome.seconds < 15
+    assert all(outcome.error is None or "RuntimeError" in outcome.error for outcome in found)
+
+
+ABSENCES = {
+    "ends": "rank 2 is gone (process {process} ended)",
+    "leaves": "rank 2 has left the group",
+    "stays away": "waited too long for peers: rank 2 has entered 1 collectives",
+}
+
+
+@pytest.mark.parametrize("how", ABSENCES)
+def test_a_rank_that_is_missing(processes, how):
+    """The others fail: at once when it is gone, after HCCL_EXEC_TIMEOUT when it does not come."""
+    *found, last = processes.outcomes(do.absence, ranks=3, how=how)
+    for outcome in found:
+        assert outcome.error is not None and "RuntimeError" in outcome.error
+        assert ABSENCES[how].format(process=last.process) in outcome.error, outcome.error
+        assert outcome.seconds < 15
+    assert last.error == ("ended with status 7" if how == "ends" else None)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm to look into")
+def test_nothing_stays_behind(processes):
+    """Whatever became of the processes; names carry the process that made the group."""
+    found = processes.outcomes(do.absence, ranks=2, how="ends") + processes.outcomes(do.transports, ranks=2)
+    made = {f"mla_fx-hccl-{outcome.process}-" for outcome in found}
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(tuple(made))]

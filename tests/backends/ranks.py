@@ -1,0 +1,72 @@
+"""What a rank of a group on the host does in a test: functions of a member, run by `tests.processes`."""
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from mla_fx import backends, orchestrations
+from mla_fx.dtypes import DTYPES
+from mla_fx.effects import Aval, InputError, Op, Step, arguments, bind, schedule
+from tests.processes import Member
+from tests.setups import Setup
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def alone(op: Op, operands: tuple[torch.Tensor, ...]) -> Step:
+    """A step of nothing but an op, for operands like these."""
+    inputs = arguments(**{f"x{k}": Aval(tuple(x.shape), NAMES[x.dtype]) for k, x in enumerate(operands)})
+    return Step(op.name, inputs, bind(op, *inputs.values()))
+
+
+def decode(member: Member, *, name: str, setup: Setup) -> list[torch.Tensor]:
+    """Output and cache of one step."""
+    backend = backends.get(name, ranks=member.ranks, group=member.join("gloo"))
+    run = backend.compile(schedule(setup.step, orchestrations.attention_aside))
+    own = backend.put([[argument[member.rank]] for argument in setup.arguments()], copy=True)
+    return pytree.tree_leaves(run(*own))
+
+
+def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """Results of one op, on this rank's `operands`."""
+    backend = backends.get("cpu", ranks=member.ranks, group=member.join("gloo"))
+    own = operands[member.rank]
+    run = backend.compile(schedule(alone(op, own), orchestrations.serial))
+    return [out for (out,) in run(*([x] for x in own))]
+
+
+def refusals(member: Member) -> list[str]:
+    """What is said of wrong use."""
+    group, setup = member.join("gloo"), Setup(ranks=member.ranks)
+    run = backends.get("cpu", ranks=2, group=group).compile(schedule(setup.step, orchestrations.serial))
+    wrong: list[Any] = [
+        lambda: backends.get("cpu", ranks=3, group=group),
+        lambda: backends.get("cpu", ranks=2, adversary=5, group=group),
+        lambda: run(*setup.arguments()),
+    ]
+    messages = []
+    for use in wrong:
+        try:
+            use()
+        except InputError as error:
+            messages.append(str(error))
+    return messages
+
+
+def stranger(member: Member) -> None:
+    """Rank 1 uses a group that it is not in."""
+    member.join("gloo")
+    backends.get("cpu", ranks=1, group=dist.new_group([0]))
+
+
+def misfortune(member: Member) -> None:
+    """An error, an end, a hang."""
+    if member.rank == 0:
+        raise ZeroDivisionError
+    if member.rank == 1:
+        os._exit(3)
+    time.sleep(60)
