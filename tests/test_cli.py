@@ -14,6 +14,7 @@ from mla_fx import cli
 from mla_fx.cli import main
 from mla_fx.models import small_config, write_checkpoint
 from mla_fx.models.addition import DIRECTORY, problems
+from tests.backends.ascend.conftest import why_not
 from tests.test_imports import ROOT
 
 
@@ -215,11 +216,14 @@ COMMANDS += [
     f"mla-fx decode {found}" for found in re.findall(r'make decode ARGS="(.*?)"', (ROOT / "README.md").read_text())
 ]
 COMMANDS += re.findall(r"`(mla-fx \w+ --without \d+)`", (ROOT / "README.md").read_text())
+COMMANDS += re.findall(r"^(mla-fx \w+ .*?)\s+#", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_examples_of_the_help_and_the_readme_run(capsys, mine, directory, command):
     """Shortened to two steps; only leaving an effect out is illegal."""
+    if ("--emulate" in command or "--device-trace" in command) and (reason := why_not()):
+        pytest.skip(reason)
     shutil.copytree(directory, "DIR")
     arguments = shlex.split(command)[1:] + (["--steps", "2"] if "decode" in command else [])
     status, out, err = run(capsys, *arguments)
