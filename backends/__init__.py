@@ -49,7 +49,8 @@ def get(name: str, *, ranks: int = 1, adversary: int | None = None, group: Any =
 
     With `group`, a group of `torch.distributed` whose size is `ranks` (on
     `ascend` made with "hccl", on the host with "gloo"), the process runs its
-    own rank only: arguments are lists of one entry, and so are results.
+    own rank only: arguments are lists of one entry, and so are results (see
+    `mla_fx.backends.distributed`).
 
     `adversary` is a seed: streams then run late and interleaved at random,
     memory is NaN until written and reused as early as the law allows.  The

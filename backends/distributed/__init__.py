@@ -1,7 +1,11 @@
 """Collectives of a group of processes, one rank in each, through torch.distributed: the same rules for every device.
 
-`backends.get(name, ranks=.., group=..)` puts them into the table of `name`.  A
-rule takes this rank's operands and the group, and returns this rank's results.
+    dist.init_process_group("hccl")                                     # "gloo" for `cpu` and `reference`
+    backend = backends.get("ascend", ranks=dist.get_world_size(), group=dist.group.WORLD)
+    run = backend.compile(program)                                      # the program of all ranks, unchanged
+    (hidden,), (cache,) = run([params], [cache], [hidden], [batch])     # this rank's
+
+A rule takes this rank's operands and the group, and returns this rank's results.
 On a device it issues on the stream that is current.  The group's collectives
 run on a stream of their own, which waits for the current one and for which the
 current one waits before it goes on; operands and results are kept for that

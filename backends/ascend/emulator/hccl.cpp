@@ -320,8 +320,9 @@ std::string missing(Collective& c, int phase, bool hopeless) {
     uint64_t reached = (place.*count).load(std::memory_order_acquire);
     if (reached >= c.number || (hopeless && !lost)) continue;
     text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank);
-    text += lost ? (place.left ? " has left the group" : " is gone (process " + std::to_string(place.process) + " ended)")
-                 : " has entered " + std::to_string(place.entered) + " collectives";
+    if (!lost) text += " has entered " + std::to_string(place.entered) + " collectives";
+    else if (place.left) text += " has left the group";
+    else text += " is gone (process " + std::to_string(place.process) + " ended)";
   }
   return text;
 }
@@ -517,8 +518,8 @@ HcclResult join(const std::string& name, int how, uint32_t ranks, uint32_t rank,
   for (uint32_t other = 0; other < ranks; other++)
     if (group->board->places[other].ranks != ranks) {
       refuse("group " + name + ": rank " + std::to_string(other) + " is in one of " +
-             std::to_string(group->board->places[other].ranks) + " ranks, rank " + std::to_string(rank) + " in one of " +
-             std::to_string(ranks));
+             std::to_string(group->board->places[other].ranks) + " ranks, rank " + std::to_string(rank) +
+             " in one of " + std::to_string(ranks));
       return HCCL_E_PARA;
     }
   keep(group);

@@ -9,8 +9,8 @@
 // every other one of them changes a priority now and then.  A trace, where one is asked for, has every task that ran: operators, copies, records, waits.
 //
 // Collectives (hccl.cpp) are tasks that wait for other processes.  While they do, the other streams move on, and where
-// none can, the host polls, asks whether a peer is gone, and gives up in the end.  How fast peers are is not drawn: with
-// several processes a seed leads the interleaving, but does not replay it.
+// none can, the host polls, asks whether a peer is gone, and gives up in the end.  How fast peers are is not drawn:
+// with several processes a seed leads the interleaving, but does not replay it.
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
 
@@ -34,7 +34,7 @@ namespace {
 enum Kind : int64_t { OPERATOR, RECORD, WAIT, TO_DEVICE, TO_HOST, ON_DEVICE, FILL, COLLECTIVE };
 
 struct Entry {
-  int64_t kind, stream, subject, bytes;  // subject: executor of an operator, identity of an event, op and dtype of a collective
+  int64_t kind, stream, subject, bytes;  // subject: an operator's executor, an event, a collective's op and dtype
 };
 
 using Mark = std::shared_ptr<bool>;  // set when the device has come past a record

@@ -230,6 +230,11 @@ def test_ranks_that_do_not_match(processes, what):
     assert all(outcome.error is None or "RuntimeError" in outcome.error for outcome in found)
 
 
+def test_a_group_after_a_fault(processes):
+    for message in processes.run(do.recovered, ranks=2):
+        assert "a fault threw collectives away; make the group anew" in message
+
+
 ABSENCES = {
     "ends": "rank 2 is gone (process {process} ended)",
     "leaves": "rank 2 has left the group",
