@@ -58,6 +58,9 @@ class Machine:
 
     def __init__(self) -> None:
         self.log: Log = []
+        self.labels: dict[
+            int, object
+        ] = {}  # what a test calls a tensor, by its id; a log that held it would be its owner
         self.caller = self.current = Stream(self.log)
 
     def module(self) -> SimpleNamespace:
@@ -72,6 +75,9 @@ class Machine:
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
 
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.log.append(("keep", self.labels.get(id(tensor)), stream))
+
     def backend(self, ranks: int) -> Backend:
         return StandIn("cuda", cuda.RULES, ranks=ranks, device="cuda")
 
@@ -84,8 +90,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch, "get_device_module", modules.__getitem__)
     monkeypatch.setattr(torch_streams, "_elsewhere", lambda *_: None)
     monkeypatch.setattr(torch_streams, "arrive", lambda tensor, *, device: tensor.clone())
-    keep = lambda tensor, stream: made.log.append(("keep", tensor, stream))  # noqa: E731
-    monkeypatch.setattr(torch.Tensor, "record_stream", keep)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: made.keep(tensor, stream))
     yield made
 
 
