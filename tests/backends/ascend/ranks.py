@@ -230,7 +230,7 @@ def recovered(member: Member) -> list[str]:
     machine, _ = start(member)
     x = torch.ones(4 + member.rank, device="npu")
     messages = []
-    for _ in range(5):  # what the wheel's host queue is refused may come up as late as in the next call
+    for _ in range(2):
         try:
             dist.all_reduce(x)
             torch.npu.synchronize()
