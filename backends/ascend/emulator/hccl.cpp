@@ -108,6 +108,7 @@ struct Collective {
   std::vector<Part> sources;      // of each rank's region: what is for this one
   std::vector<Segment> receives;  // from each rank; all the same segment where `folds`
   bool folds = false;
+  std::string refused;            // why it is none
 };
 
 void refuse(const std::string& message) { emulator_message(("emulated HCCL: " + message).c_str()); }
@@ -331,6 +332,10 @@ enum Ask { READY, HOPELESS, GIVE_UP, RUN };  // see runtime.cpp
 
 int turn(void* handle, int phase, int ask) {
   auto& c = *static_cast<Collective*>(handle);
+  if (!c.refused.empty()) {
+    if (ask == RUN) refuse(c.refused);
+    return ask == READY;
+  }
   if (ask == READY) {
     if (phase == 0) return c.group->own().collected.load() + 1 >= c.number;
     return all(*c.group, phase == 1 ? &Place::entered : &Place::deposited, c.number);
@@ -354,14 +359,14 @@ Collective* begin(HcclComm comm, Op op, HcclDataType dtype, uint32_t detail, uin
 }
 
 HcclResult issue(Collective* c, aclrtStream stream) {
-  if (c->what.dtype > HCCL_DATA_TYPE_BFP16) {
-    refuse(std::string(kOps[c->what.op]) + ": dtype " + std::to_string(c->what.dtype) + " is not emulated");
-    return HCCL_E_NOT_SUPPORT;
-  }
   Group& group = *c->group;
-  if (group.thrown_away != emulator_thrown_away() && group.own().collected < group.issued) {
-    refuse("group " + group.name + ": a fault threw collectives away; make the group anew");
-    return HCCL_E_SUSPENDING;
+  if (group.thrown_away != emulator_thrown_away() && group.own().collected < group.issued)
+    c->refused = "group " + group.name + ": a fault threw collectives away; make the group anew";
+  if (c->what.dtype > HCCL_DATA_TYPE_BFP16)
+    c->refused = std::string(kOps[c->what.op]) + ": dtype " + std::to_string(c->what.dtype) + " is not emulated";
+  if (!c->refused.empty()) {  // a fault where the host waits: what the wheel's host queue is told may reach nobody
+    emulator_enqueue_collective(stream, turn, c, 1, 0, 0);
+    return HCCL_SUCCESS;
   }
   c->number = ++group.issued;
   uint64_t bytes = 0;

@@ -225,15 +225,16 @@ def absence(member: Member, *, how: str) -> None:
         member.tell(f"rank {member.rank} has failed")
 
 
-def recovered(member: Member) -> str:
+def recovered(member: Member) -> list[str]:
     """After a fault that threw a collective away, the group says that it is of no use any more."""
     machine, _ = start(member)
     x = torch.ones(4 + member.rank, device="npu")
+    messages = []
     for _ in range(2):
         try:
             dist.all_reduce(x)
             torch.npu.synchronize()
         except RuntimeError as error:
-            message = str(error)
+            messages.append(str(error))
             machine.recover()
-    return message
+    return messages
