@@ -54,12 +54,14 @@ def test_attention_aside(emulator, dtype, ranks, seed):
 
 def test_attention_and_exchange_overlap(emulator):
     """What the orchestration is for: under some seeds the exchange comes first, under others current attention."""
-    first = set()
-    for seed in range(12):
+    first: set[tuple[str, str]] = set()
+    for seed in range(100):  # about one in four starts the exchange first; which depends on the streams there are
         trace, body = traced(emulator, "bf16", 1, "attention-aside", seed)
         order = [task for task in of(trace, body, 0) if task in (("side", FIA), ("main", STACK))]
         first.add(order[0])
-    assert first == {("side", FIA), ("main", STACK)}
+        if len(first) == 2:
+            return
+    pytest.fail(f"under 100 seeds only {first} came first")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
