@@ -40,14 +40,16 @@ class Member:
     def join(self, kind: str) -> Any:
         """The group, made with "hccl" or "gloo"."""
         store = dist.FileStore(self.store, self.ranks)
-        dist.init_process_group(kind, store=store, rank=self.rank, world_size=self.ranks, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            kind, store=store, rank=self.rank, world_size=self.ranks, timeout=timedelta(seconds=120)
+        )
         return dist.group.WORLD
 
     def tell(self, what: str) -> None:
         """Say something to the others, outside of the group."""
         Path(f"{self.store}.{what}").touch()
 
-    def hear(self, what: str, limit: float = 20) -> None:
+    def hear(self, what: str, limit: float = 60) -> None:
         """Wait until somebody has said it."""
         end = time.monotonic() + limit
         while not Path(f"{self.store}.{what}").exists():
@@ -71,7 +73,7 @@ class Nursery:
 
     process: "subprocess.Popen[bytes]"
 
-    def outcomes(self, function: Callable[..., Any], *, ranks: int, limit: float = 40, **given: Any) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], *, ranks: int, limit: float = 150, **given: Any) -> list[Outcome]:
         """What `function(member, **given)` gave on each rank; `function` is one of a module, not a lambda."""
         assert self.process.stdin and self.process.stdout
         pickle.dump((function, ranks, limit, given), self.process.stdin)
@@ -79,7 +81,7 @@ class Nursery:
         found: list[Outcome] = pickle.load(self.process.stdout)
         return found
 
-    def run(self, function: Callable[..., Any], *, ranks: int, limit: float = 40, **given: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *, ranks: int, limit: float = 150, **given: Any) -> list[Any]:
         """What it returned on each rank; raises `AssertionError` where a rank did not."""
         found = self.outcomes(function, ranks=ranks, limit=limit, **given)
         for rank, outcome in enumerate(found):

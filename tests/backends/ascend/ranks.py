@@ -15,7 +15,7 @@ from tests.backends.ranks import alone
 from tests.processes import Member
 
 
-def start(member: Member, *, seed: int = 0, patience: int = 20) -> tuple[Machine, Any]:
+def start(member: Member, *, seed: int = 0, patience: int = 90) -> tuple[Machine, Any]:
     """The device, and the group after its first collective, which makes the communicator."""
     os.environ["HCCL_EXEC_TIMEOUT"] = str(patience)
     machine, group = emulate(seed=seed), member.join("hccl")
@@ -208,7 +208,7 @@ def mismatch(member: Member, *, what: str) -> None:
 
 def absence(member: Member, *, how: str) -> None:
     """The last rank ends, leaves or stays away."""
-    start(member, patience=2 if how == "stays away" else 30)
+    start(member, patience=6 if how == "stays away" else 90)
     if member.rank == member.ranks - 1:
         if how == "ends":
             os._exit(7)

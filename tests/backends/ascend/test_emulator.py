@@ -84,8 +84,10 @@ def test_integers_are_garbage_until_written():
 def test_an_operator_ruins_its_result_as_it_begins(emulator):
     """A reader that nobody made wait sees the old values, NaN, or the new ones."""
     side = torch.npu.Stream()
-    seen = set()
-    for seed in range(40):
+    seen: set[str] = set()
+    for seed in range(400):  # NaN is seen under about one seed in eight
+        if len(seen) == 3:
+            break
         emulator.seed(seed)
         x, y = torch.ones(4).npu(), torch.zeros(4, device="npu")
         torch.npu.synchronize()

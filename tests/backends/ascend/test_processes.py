@@ -226,7 +226,7 @@ def test_ranks_that_do_not_match(processes, what):
     for outcome in found if what != "splits" else found[2:]:
         assert outcome.error is not None and "RuntimeError" in outcome.error
         assert all(part in outcome.error for part in MISMATCHES[what]), outcome.error
-        assert outcome.seconds < 15
+        assert outcome.seconds < 60
     assert all(outcome.error is None or "RuntimeError" in outcome.error for outcome in found)
 
 
@@ -250,7 +250,7 @@ def test_a_rank_that_is_missing(processes, how):
     for outcome in found:
         assert outcome.error is not None and "RuntimeError" in outcome.error
         assert ABSENCES[how].format(process=last.process) in outcome.error, outcome.error
-        assert outcome.seconds < 15
+        assert outcome.seconds < 60
     assert last.error == ("ended with status 7" if how == "ends" else None)
 
 
