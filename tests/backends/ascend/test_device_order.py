@@ -79,6 +79,12 @@ def test_no_cast_between_attention_and_projection(emulator, dtype):
         assert any(task.casts for task in names)  # the trace can see one: the rotation is in float32
 
 
+def test_no_cast_at_all_in_float32(emulator):
+    trace, _ = traced(emulator, "fp32", 2, "attention-aside", 1)
+    assert sum(task.name == "aclnnLogSumExp" for task in trace) >= 2  # both parts of the attention, by plain operators
+    assert not [task for task in trace if task.casts or task.name == "aclnnCast"]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_exchange_moves_bits(emulator, ranks):
     """The payload goes from rank to rank as integers."""
