@@ -8,8 +8,10 @@ drop lets go of the tensors.  On a device with streams every effect is a call:
 see `mla_fx.backends.torch_streams`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import attrs
@@ -18,7 +20,8 @@ import torch.utils._pytree as pytree
 from attrs import evolve, frozen
 
 from mla_fx.backends.inputs import DTYPES, ON_HOST, Load, loader
-from mla_fx.effects import Drop, InputError, Launch, Op, Program, check
+from mla_fx.effects import Drop, InputError, Launch, Op, Program, check, ops
+from mla_fx.effects.op import stem
 
 #: `rule(*operands, **params) -> results`, always a tuple.  A collective is called once for all ranks:
 #: `rule([operands of rank 0, ...], **params) -> [results of rank 0, ...]`.
@@ -27,6 +30,11 @@ from mla_fx.effects import Drop, InputError, Launch, Op, Program, check
 #: this rank alone, and gets the `group` (see `mla_fx.backends.distributed`).
 Rule = Callable[..., Any]
 Tree = TypeVar("Tree")
+
+
+def rules_of(package: str, wanted: Iterable[type[Op]] = ops.ALL) -> Mapping[type[Op], Rule]:
+    """A backend's table: the rule of every op is `rule` in the package's module of the op's stem."""
+    return MappingProxyType({op: import_module(f"{package}.{stem(op)}").rule for op in wanted})
 
 
 class MissingRuleError(LookupError):

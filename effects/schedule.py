@@ -69,9 +69,15 @@ def schedule(step: Step, placement: Placement, *, mode: Mode = "minimal") -> Pro
         outputs=plan.outputs,
         effects=tuple(plan.effects()),
         name=step.name,
-        orchestration=getattr(placement, "__name__", type(placement).__name__).replace("_", "-"),
+        orchestration=title(placement),
         tree=tree,
     )
+
+
+def title(placement: Placement) -> str:
+    """What an orchestration is called in listings: `attention_aside` is attention-aside."""
+    name: str = getattr(placement, "__name__", type(placement).__name__)
+    return name.replace("_", "-")
 
 
 def _launch(call: Call, placement: Placement, names: "_Names") -> Launch:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from mla_fx import StepShape, attention_step, orchestrations
+from mla_fx import StepShape, attention_step, backends, orchestrations
 from mla_fx.decode import QUANTIZATIONS
 from mla_fx.effects import (
     Drop,
@@ -31,9 +31,6 @@ from mla_fx.effects.aval import FLOATS, ShapeError
 
 if TYPE_CHECKING:
     from mla_fx.models import ModelConfig
-
-#: Names of `mla_fx.backends`; those that need what is not there say so when they are asked for.
-BACKENDS = ("ascend", "cpu", "cuda", "reference")
 
 _DECODE = """
 Decode with a DeepSeek model under decode context parallelism, all ranks in
@@ -194,7 +191,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         metavar="I",
         help="positions a rank owns in a row; divides the block (default 1)",
     )
-    add("--backend", choices=sorted(BACKENDS), default="cpu", help="what runs the steps (default %(default)s)")
+    add("--backend", choices=sorted(backends.NAMED), default="cpu", help="what runs the steps (default %(default)s)")
     add("--emulate", action="store_true", help="run --backend ascend on the emulated CANN, without an NPU")
     add("--requests", type=_count, default=2, metavar="B", help="requests in the batch (default %(default)s)")
     add("--seed", type=int, default=0, help="of what is drawn at random (default 0)")

@@ -10,9 +10,10 @@ import torch
 from attrs import define, field
 from tqdm import tqdm
 
-from mla_fx import StepShape, backends, orchestrations
+from mla_fx import StepShape, backends
 from mla_fx.cli_backend import chosen, dtype
 from mla_fx.effects import InputError
+from mla_fx.effects.schedule import title
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.runner import Piece
@@ -106,8 +107,7 @@ def decode(options: argparse.Namespace, placement: Callable[..., str]) -> int:
     name = options.model or "built-in model, trained to add"
     heads = f"{config.attention.num_attention_heads} heads, latent {config.attention.kv_lora_rank}"
     print(f"{name}: {config.num_hidden_layers} layers, {heads}")
-    title = orchestrations.title(placement)
-    print(f"{options.backend}, {options.ranks} ranks, {shape.dtype}, {title} ({options.mode})")
+    print(f"{options.backend}, {options.ranks} ranks, {shape.dtype}, {title(placement)} ({options.mode})")
 
     made = [chosen(options)]
     if not options.no_reference:

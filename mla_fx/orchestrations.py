@@ -28,11 +28,6 @@ def attention_aside(call: Call) -> str:
     return "side" if isinstance(call.op, ops.CurrentAttention) else MAIN
 
 
-def title(placement: Placement) -> str:
-    """What an orchestration is called in listings: `attention_aside` is attention-aside."""
-    return getattr(placement, "__name__", type(placement).__name__).replace("_", "-")
-
-
 #: The named orchestrations, as the command line knows them.
 NAMED: Final[Mapping[str, Placement]] = MappingProxyType(
     {"serial": serial, "exchange-aside": exchange_aside, "attention-aside": attention_aside}

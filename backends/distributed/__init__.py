@@ -25,19 +25,10 @@ if __name__ != "mla_fx.backends.distributed":  # reached as a top-level name fro
     raise ImportError(f"import this package as 'mla_fx.backends.distributed', not {__name__!r}")
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
-from mla_fx.backends.backend import Rule
-from mla_fx.backends.distributed import all_gather, all_reduce, all_to_all, gather_heads
+from mla_fx.backends.backend import Rule, rules_of
 from mla_fx.effects import Op, ops
 
 #: Op to rule, for the ops that communicate.
-RULES: Final[Mapping[type[Op], Rule]] = MappingProxyType(
-    {
-        ops.GatherHeads: gather_heads.rule,
-        ops.AllToAll: all_to_all.rule,
-        ops.AllReduce: all_reduce.rule,
-        ops.AllGather: all_gather.rule,
-    }
-)
+RULES: Final[Mapping[type[Op], Rule]] = rules_of(__name__, (op for op in ops.ALL if op.communicates))
