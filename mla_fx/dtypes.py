@@ -18,3 +18,8 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "int64": torch.int64,
     }
 )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, LSEs and scales beside `dtype`: float32, except beside float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,6 +9,8 @@ every pattern arrives as it was: infinities, NaN payloads, values beyond 65504.
 
 import torch
 
+from mla_fx.dtypes import wide
+
 _BITS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
@@ -34,7 +36,8 @@ def pack(out: torch.Tensor, lse: torch.Tensor, *, ranks: int) -> torch.Tensor:
 
 def unpack(payload: torch.Tensor, *, latent: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, a view [..., L], and the LSE [...], float32 (float64 beside float64)."""
-    wide = torch.float64 if payload.dtype == torch.float64 else torch.float32
     lanes = payload.view(_BITS[payload.dtype])[..., latent:]
     # A copy even of lanes that lie together: they may start at an odd lane, where no wide view can start.
-    return payload[..., :latent], lanes.clone(memory_format=torch.contiguous_format).view(wide).squeeze(-1)
+    return payload[..., :latent], lanes.clone(memory_format=torch.contiguous_format).view(wide(payload.dtype)).squeeze(
+        -1
+    )

@@ -14,7 +14,7 @@ from attrs import define, field
 from tqdm import tqdm
 
 from mla_fx.decode import QUANTIZATIONS
-from mla_fx.dtypes import DTYPES
+from mla_fx.dtypes import DTYPES, wide
 from mla_fx.effects import InputError
 from mla_fx.effects.aval import FLOATS
 from mla_fx.models.checkpoint import Checkpoint, CheckpointError, Stored
@@ -185,7 +185,7 @@ class Loader:
         assert moe is not None
         own, count = part(moe.n_routed_experts, self.rank, self.ranks), share(moe.n_routed_experts, self.ranks)
         width, bias = moe.moe_intermediate_size, f"{prefix}gate.e_score_correction_bias"
-        wide = torch.promote_types(self.dtype, torch.float32)
+        kind = wide(self.dtype)
         gate_up, down = self._zeros(count, 2 * width, hidden), self._zeros(count, hidden, width)
         for y, expert in enumerate(range(own.start, own.stop)):
             self._store(gate_up, (y, slice(0, width)), f"{prefix}experts.{expert}.gate_proj.weight")
@@ -194,9 +194,9 @@ class Loader:
         return MoeParams(
             gate=self._read(f"{prefix}gate.weight"),
             e_score_correction_bias=(
-                self._read(bias, dtype=wide)
+                self._read(bias, dtype=kind)
                 if bias in self.checkpoint.files
-                else torch.zeros(moe.n_routed_experts, dtype=wide)
+                else torch.zeros(moe.n_routed_experts, dtype=kind)
             ),
             gate_up_proj=gate_up,
             down_proj=down,
@@ -209,8 +209,8 @@ class Loader:
         """A projection [..., F, D] of zeros as the model stores it."""
         if self.quantization is None:
             return torch.zeros(shape, dtype=self.dtype)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return Quantized(torch.zeros(shape, dtype=torch.int8), torch.zeros(shape[:-1], dtype=wide))
+        kind = wide(self.dtype)
+        return Quantized(torch.zeros(shape, dtype=torch.int8), torch.zeros(shape[:-1], dtype=kind))
 
     def _store(
         self, into: Weight, at: Index, name: str, rows: slice | None = None, columns: slice | None = None

@@ -13,9 +13,9 @@ choice between experts of one score: weights go by the experts that are given ba
 Source: op-plugin, `npu_moe_gating_top_k`.
 """
 
-import math
-
 import torch
+
+from mla_fx.backends.plain import drop_groups
 
 _MOST = 2048
 
@@ -60,12 +60,7 @@ def rule(
         )
         return weights, chosen
     p = torch.sigmoid(logits) if scoring == "sigmoid" else torch.softmax(logits, 1)
-    s = p + bias
-    if top_groups < groups:
-        grouped = s.view(tokens, groups, experts // groups)
-        g = grouped.sort(dim=2, descending=True).values[..., :2].sum(2) if group_score == "top2" else grouped.amax(2)
-        dropped = g.sort(dim=1, descending=True, stable=True).indices[:, top_groups:]
-        s = grouped.scatter(1, dropped.unsqueeze(2).expand(-1, -1, experts // groups), -math.inf).view(tokens, experts)
+    s = drop_groups(p + bias, groups=groups, top_groups=top_groups, group_score=group_score)
     best = s.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
     weights = p.gather(1, best)
     if normalise:

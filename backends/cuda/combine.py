@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from mla_fx.backends.cuda.calls.product import wide
+from mla_fx.dtypes import wide
 from mla_fx.payload import unpack
 
 
@@ -15,7 +15,7 @@ def rule(recv: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor) -> tu
     unseen = (lse == -math.inf).unsqueeze(-1)
     # Selected away, since 0 * NaN is NaN; softmax itself gives NaN where every LSE is -inf.
     weights = torch.softmax(lse, 0).unsqueeze(-1).masked_fill(unseen, 0)
-    merged = torch.zeros_like(local, dtype=wide(local), memory_format=torch.contiguous_format)
+    merged = torch.zeros_like(local, dtype=wide(local.dtype), memory_format=torch.contiguous_format)
     for part, weight, hidden in zip((*parts, local), weights, unseen, strict=True):
         merged.addcmul_(part.to(merged.dtype).masked_fill(hidden, 0), weight)
     return (merged.to(local.dtype),)

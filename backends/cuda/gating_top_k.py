@@ -1,8 +1,8 @@
 """CUDA rule of `ops.GatingTopK`: all tokens at once, with stable sorts where ties must go to the lower index."""
 
-import math
-
 import torch
+
+from mla_fx.backends.plain import drop_groups
 
 
 def rule(
@@ -18,15 +18,9 @@ def rule(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score, drop groups, choose, weigh."""
-    tokens, count = logits.shape
     # Not torch.sigmoid: its last bits depend on where in a row a logit lies, and equal logits must give equal scores.
     p = 1 / (1 + torch.exp(-logits)) if scoring == "sigmoid" else logits.softmax(1)
-    s = p + bias
-    if top_groups < groups:
-        grouped = s.view(tokens, groups, count // groups)
-        g = grouped.topk(2, dim=2).values.sum(2) if group_score == "top2" else grouped.amax(2)
-        dropped = g.sort(dim=1, descending=True, stable=True).indices[:, top_groups:]
-        s = grouped.scatter(1, dropped.unsqueeze(2).expand(-1, -1, count // groups), -math.inf).view(tokens, count)
+    s = drop_groups(p + bias, groups=groups, top_groups=top_groups, group_score=group_score)
     chosen = s.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     weights = p.gather(1, chosen)
     if normalise:

@@ -1,16 +1,10 @@
 """CUDA rule of `ops.HistoryAttention`: one request after the other, online softmax over tiles of its shard.
 
-With the tiles' scores s, running maximum m, sum z and accumulator a,
-
-    m' = max(m, max_j s[j])     p[j] = exp(s[j] - m')     f = exp(m - m')
-    z' = f z + sum_j p[j]       a' = f a + sum_j p[j] c[j]
-    hist = a / z                lse = m + log z
-
 All heads of all tokens of a request are the rows of one matrix product; its
 tiles are gathered by the block table and widened.  Which tiles there are
 follows from the lengths, which are on the host.  Plain torch, a handful of
 launches a tile: right on any GPU, and no rival of a fused kernel.
-Source: online softmax (Milakov and Gimelshein, arXiv 1805.02867), FlashAttention.
+The softmax over tiles is `mla_fx.backends.plain`'s.
 """
 
 import math
@@ -18,8 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_fx.backends.cuda.calls.product import wide
+from mla_fx.backends.plain import attend_tiles
 from mla_fx.backends.torch_streams import Scratch
+from mla_fx.dtypes import wide
 
 #: Keys in a tile: latent and rope of so many take 9 MiB in float32, their scores 2 MiB for 128 heads of a token.
 TILE = 4096
@@ -38,7 +33,7 @@ def rule(
     workspace: Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, softmax and accumulation in float32 (float64 beside float64); `workspace` is for operators that ask."""
-    kind, size = wide(q_latent), latent_cache.shape[1]
+    kind, size = wide(q_latent.dtype), latent_cache.shape[1]
     hist = q_latent.new_zeros(q_latent.shape)
     lse = q_latent.new_full(q_latent.shape[:2], -math.inf, dtype=kind)
     end = 0
@@ -48,34 +43,10 @@ def rule(
             table = block_table[b, : -(-keys // size)]
             q, r = (part[start:end].to(kind).flatten(0, 1) for part in (q_latent, q_rope))
             tiles = zip(*(_tiles(cache, table, keys, kind) for cache in (latent_cache, rope_cache)), strict=True)
-            total, peak, summed = _attend(q, r, tiles, scale)
+            total, peak, summed = attend_tiles(q, r, tiles, scale)
             hist[start:end] = (summed / total).view(queries, *q_latent.shape[1:])
             lse[start:end] = (total.log() + peak).view(queries, -1)
     return hist, lse
-
-
-def _attend(
-    q: torch.Tensor, q_rope: torch.Tensor, tiles: Iterator[tuple[torch.Tensor, torch.Tensor]], scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """z [rows, 1], m [rows, 1], a [rows, L] after the last tile, for `q` [rows, L] and `q_rope` [rows, R]."""
-    c, k_rope = next(tiles)
-    p = _scores(q, q_rope, c, k_rope, scale)
-    peak = p.amax(1, keepdim=True)
-    p.sub_(peak).exp_()
-    total, summed = p.sum(1, keepdim=True), torch.mm(p, c)
-    for c, k_rope in tiles:
-        p = _scores(q, q_rope, c, k_rope, scale)
-        higher = torch.maximum(peak, p.amax(1, keepdim=True))
-        p.sub_(higher).exp_()
-        shrink = peak.sub_(higher).exp_()
-        total.mul_(shrink).add_(p.sum(1, keepdim=True))
-        summed.mul_(shrink).addmm_(p, c)
-        peak = higher
-    return total, peak, summed
-
-
-def _scores(q: torch.Tensor, q_rope: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor, scale: float) -> torch.Tensor:
-    return torch.mm(q, c.t()).addmm_(q_rope, k_rope.t(), beta=scale, alpha=scale)
 
 
 def _tiles(cache: torch.Tensor, table: torch.Tensor, keys: int, kind: torch.dtype) -> Iterator[torch.Tensor]:

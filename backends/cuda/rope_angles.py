@@ -5,6 +5,8 @@ from functools import cache
 
 import torch
 
+from mla_fx.dtypes import wide
+
 
 @cache
 def table(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
@@ -16,6 +18,6 @@ def rule(
     positions: torch.Tensor, like: torch.Tensor, *, frequencies: Sequence[float], magnitude: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of float64 angles, then rounded."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    dtype = wide(like.dtype)
     angles = torch.outer(positions.to(torch.float64), table(tuple(frequencies), positions.device))
     return angles.cos().mul_(magnitude).to(dtype), angles.sin().mul_(magnitude).to(dtype)

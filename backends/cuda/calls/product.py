@@ -9,10 +9,7 @@ Between float32 matrices torch uses TF32 only where its user turned it on.
 
 import torch
 
-
-def wide(x: torch.Tensor) -> torch.dtype:
-    """The dtype of sums and LSEs beside `x`."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+from mla_fx.dtypes import wide
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -27,7 +24,7 @@ def wide_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if widens(x):
         multiply = torch.mm if x.dim() == 2 else torch.bmm
         return multiply(x, y, out_dtype=torch.float32)
-    return torch.matmul(x.to(wide(x)), y.to(wide(x)))
+    return torch.matmul(x.to(wide(x.dtype)), y.to(wide(x.dtype)))
 
 
 def per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
