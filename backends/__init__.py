@@ -8,49 +8,57 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Final
 
-from attrs import evolve
-
 from mla_fx.backends.backend import Backend as Backend
 from mla_fx.backends.backend import Executable as Executable
-from mla_fx.backends.backend import MissingRuleError as MissingRuleError
-from mla_fx.backends.backend import Rule as Rule
+from mla_fx.backends.body import RunError as RunError
+from mla_fx.backends.contract import ContractError as ContractError
+from mla_fx.backends.device import Device as Device
+from mla_fx.backends.device import Run as Run
+from mla_fx.backends.device import device as device
+from mla_fx.backends.prepared import Prepared as Prepared
+from mla_fx.backends.table import Collective as Collective
+from mla_fx.backends.table import MissingRuleError as MissingRuleError
+from mla_fx.backends.table import Rule as Rule
+from mla_fx.backends.table import Table as Table
+from mla_fx.backends.world import InProcess as InProcess
+from mla_fx.backends.world import Processes as Processes
+from mla_fx.backends.world import World as World
 from mla_fx.effects import InputError
 
 
-def _reference(ranks: int, adversary: int | None) -> Backend:
-    rules = import_module("mla_fx.backends.reference").RULES
-    return Backend("reference", rules, ranks=ranks, dtype="fp64", adversary=adversary)
+def _reference(world: World, adversary: int | None) -> Backend:
+    table = import_module("mla_fx.backends.reference").TABLE
+    return Backend("reference", table, world, dtype="fp64", adversary=adversary)
 
 
-def _cpu(ranks: int, adversary: int | None) -> Backend:
-    return Backend("cpu", import_module("mla_fx.backends.cpu").RULES, ranks=ranks, adversary=adversary)
+def _cpu(world: World, adversary: int | None) -> Backend:
+    return Backend("cpu", import_module("mla_fx.backends.cpu").TABLE, world, adversary=adversary)
 
 
-def _ascend(ranks: int, adversary: int | None) -> Backend:
+def _ascend(world: World, adversary: int | None) -> Backend:
     module = import_module("mla_fx.backends.ascend")
     module.require_torch_npu()
-    return Backend("ascend", module.RULES, ranks=ranks, adversary=adversary, device="npu")
+    return Backend("ascend", module.TABLE, world, device("npu"), adversary=adversary)
 
 
-def _cuda(ranks: int, adversary: int | None) -> Backend:
+def _cuda(world: World, adversary: int | None) -> Backend:
     module = import_module("mla_fx.backends.cuda")
     module.require_gpu()
-    return Backend("cuda", module.RULES, ranks=ranks, adversary=adversary, device="cuda")
+    return Backend("cuda", module.TABLE, world, device("cuda"), adversary=adversary)
 
 
 #: Name to maker; a maker imports its rules when it is asked for, never before.
-NAMED: Final[Mapping[str, Callable[[int, int | None], Backend]]] = MappingProxyType(
+NAMED: Final[Mapping[str, Callable[[World, int | None], Backend]]] = MappingProxyType(
     {"reference": _reference, "cpu": _cpu, "ascend": _ascend, "cuda": _cuda}
 )
 
 
 def get(name: str, *, ranks: int = 1, adversary: int | None = None, group: Any = None) -> Backend:
-    """The backend called `name`, running all `ranks` ranks of a group in this process.
+    """The backend called `name`, running all `ranks` ranks in this process.
 
     With `group`, a group of `torch.distributed` whose size is `ranks` (on
     `ascend` made with "hccl", on the host with "gloo"), the process runs its
-    own rank only: arguments are lists of one entry, and so are results (see
-    `mla_fx.backends.distributed`).
+    own rank only: arguments are lists of one entry, and so are results.
 
     `adversary` is a seed: streams then run late and interleaved at random,
     memory is NaN until written and reused as early as the law allows.  The
@@ -61,8 +69,9 @@ def get(name: str, *, ranks: int = 1, adversary: int | None = None, group: Any =
     """
     if name not in NAMED:
         raise InputError(f"backend: must be one of {', '.join(NAMED)}: got {name!r}")
-    made = NAMED[name](ranks, adversary)
     if group is None:
-        return made
-    rules = import_module("mla_fx.backends.distributed").RULES
-    return evolve(made, group=group, rules={**made.rules, **rules})
+        return NAMED[name](InProcess(ranks), adversary)
+    world = Processes(group)
+    if world.size != ranks:
+        raise InputError(f"ranks: must be the size of the group, {world.size}: got {ranks}")
+    return NAMED[name](world, adversary)

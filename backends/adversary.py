@@ -11,8 +11,9 @@ is promised to a program:
     scratch too), which ruins it as it begins; kept memory only once the keeping streams got there.
     A state is NaN while an op writes it.  A workspace that somebody else touched between an op's begin
     and end makes its results NaN.
-    Inputs arrive on the main stream; outputs are read there, whatever other streams still do.
-    A collective pairs the n-th of each rank, whichever op that is; a wrong pair is NaN.
+    Inputs arrive on the main stream, staged ones when they are sent; outputs are read there, whatever other
+    streams still do.
+    A collective pairs the n-th of each rank, whichever op and group that is; a wrong pair is NaN.
     Waiting for an event that has not been recorded does nothing.
 
 Half of the seeds draw uniformly; the others give priorities and change them at
@@ -23,14 +24,21 @@ one to three points, which finds a race of small depth with a known probability
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field, frozen
 
-from mla_fx.backends.backend import Backend, Rule
-from mla_fx.backends.inputs import DTYPES
-from mla_fx.effects import MAIN, Aval, Drop, Keep, Launch, Program, Record, Wait
+from mla_fx.backends.body import RunError, collective_of, formed, rule_of
+from mla_fx.backends.contract import ContractError, check_results
+from mla_fx.backends.prepared import Prepared
+from mla_fx.backends.table import Rule
+from mla_fx.dtypes import DTYPES
+from mla_fx.effects import MAIN, Aval, Drop, Effect, Keep, Launch, Program, Record, Stage, Wait
+
+if TYPE_CHECKING:
+    from mla_fx.backends.backend import Backend
 
 _Actor = tuple[int, str]  # rank, and a stream or the host
 _HOST = "<host>"
@@ -41,6 +49,9 @@ class _Mark:
     """A point in a queue: an event, or where a keeping stream was at a drop."""
 
     passed: bool = False
+
+    def passes(self) -> None:
+        self.passed = True
 
 
 @define(eq=False)
@@ -60,22 +71,17 @@ class _Task:
 
 @frozen(eq=False)
 class _Move:
-    """An entry of a queue: what to do, and when it may be done."""
+    """An entry of a queue: what to do, and when it may be done (None: at any time)."""
 
     act: Callable[[], None]
-    ready: Callable[[], bool]
-
-
-def _always() -> bool:
-    return True
+    ready: Callable[[], bool] | None = None
 
 
 @define(eq=False)
 class _Rank:
-    """One rank: its host's position, its queues and its memory."""
+    """One rank: its queues and its memory.  The host is a queue too, of the effects it has yet to issue."""
 
-    next_effect: int = 0
-    queues: dict[str, deque[_Move]] = field(factory=lambda: defaultdict(deque))
+    queues: dict[str, deque[_Move]]
     values: dict[str, Any] = field(factory=dict)
     events: dict[str, _Mark] = field(factory=dict)
     kept: dict[str, set[str]] = field(factory=lambda: defaultdict(set))
@@ -83,29 +89,39 @@ class _Rank:
     pending: list[tuple[list[_Mark], str, torch.Tensor]] = field(factory=list)
     scratch: dict[str, object] = field(factory=dict)
     read: dict[str, torch.Tensor] = field(factory=dict)
+    sent: dict[str, torch.Tensor] = field(factory=dict)  # what arrives in the inputs
 
 
 class Adversary:
-    """The body of an adversarial executable: flat inputs to flat outputs, rank after rank."""
+    """The body of an adversarial executable: leaves of the inputs to those of the outputs, rank after rank."""
 
-    def __init__(self, program: Program, backend: Backend, *, seed: int, legal: bool) -> None:
+    def __init__(
+        self, program: Program, backend: "Backend", prepared: Prepared | None, *, seed: int, legal: bool
+    ) -> None:
         self.program, self.seed, self.legal, self.ranks = program, seed, legal, backend.ranks
         self.avals, self.root, self.home = program.avals(), program.memory(), program.home()
-        self.rules: list[list[Rule]] = [
-            [backend.bound(launch, rank) for rank in range(backend.ranks)] for launch in program.launches
-        ]
+        self.prepared = prepared
+        self.rules: list[list[Rule]] = [self._rules(launch, backend) for launch in program.launches]
         number = iter(range(len(program.launches)))
         self.index = [next(number) if isinstance(effect, Launch) else -1 for effect in program.effects]
         self.states = program.states()
 
-    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+    def _rules(self, launch: Launch, backend: "Backend") -> list[Rule]:
+        """The rule of every rank; of a collective, one for all."""
+        if launch.op.communicates:
+            return [collective_of(backend, launch.op)]
+        forms = {k: form for k in range(len(launch.operands)) if (form := backend.form(launch.op, k))}
+        avals = [self.avals[name] for name in launch.operands]
+        return [formed(rule_of(backend, launch.op, avals, rank), forms) for rank in backend.here]
+
+    def __call__(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """One run; with the same seed and inputs, the same moves."""
         run = _Run(self, random.Random(self.seed))
-        given = {
-            (i.name, rank): leaves[k * self.ranks + rank]
-            for k, i in enumerate(self.program.inputs)
-            for rank in range(self.ranks)
-        }
+        given, loaded = {}, iter(leaves)
+        for put in self.program.inputs:
+            parameter = put.role == "parameter" and self.prepared is not None
+            of_ranks = iter(self.prepared.of(put)) if parameter and self.prepared else loaded
+            given.update({(put.name, rank): next(of_ranks) for rank in range(self.ranks)})
         run.start(given)
         run.drive()
         if self.legal and run.error is not None:
@@ -125,24 +141,21 @@ class _Run:
 
     def __init__(self, machine: Adversary, draw: random.Random) -> None:
         self.machine, self.draw = machine, draw
-        self.state = [_Rank() for _ in range(machine.ranks)]
-        self.entered: dict[str, list[list[_Task]]] = defaultdict(lambda: [[] for _ in self.state])
+        names = (_HOST, *machine.program.streams)
+        self.state = [_Rank({name: deque() for name in names}) for _ in range(machine.ranks)]
+        self.entered: list[list[_Task]] = [[] for _ in self.state]  # collectives, in the order of each rank
         self.error: Exception | None = None
 
     # --- who moves next ----------------------------------------------------
 
     def drive(self) -> None:
         """Let hosts and queues move until nothing is left."""
-        streams = [*self.machine.program.streams]
-        actors: list[_Actor] = [(r, s) for r in range(len(self.state)) for s in (_HOST, *streams)]
-        choose = self.draw.choice if self.draw.random() < 0.5 else self.by_priority(actors)
-        while ready := [actor for actor in actors if self.can_move(*actor)]:
-            rank, where = choose(ready)
-            if where == _HOST:
-                self.issue(rank)
-            else:
-                self.state[rank].queues[where].popleft().act()
-        left = sum(len(queue) for state in self.state for queue in state.queues.values())
+        queues = {(rank, name): queue for rank, state in enumerate(self.state) for name, queue in state.queues.items()}
+        choose = self.draw.choice if self.draw.random() < 0.5 else self.by_priority([*queues])
+        # One look at the head of every queue for every move: nearly all the time that a run takes goes here.
+        while ready := [one for one, queue in queues.items() if queue and (not queue[0].ready or queue[0].ready())]:
+            queues[choose(ready)].popleft().act()
+        left = sum(map(len, queues.values()))
         assert left == 0, f"{left} moves can never run"
 
     def by_priority(self, actors: list[_Actor]) -> Callable[[Sequence[_Actor]], _Actor]:
@@ -159,47 +172,44 @@ class _Run:
 
         return choose
 
-    def can_move(self, rank: int, where: str) -> bool:
-        state = self.state[rank]
-        if where == _HOST:
-            return state.next_effect <= len(self.machine.program.effects)
-        queue = state.queues[where]
-        return bool(queue) and queue[0].ready()
-
     # --- the host ----------------------------------------------------------
 
     def start(self, given: dict[tuple[str, int], Any]) -> None:
-        """Working copies of the inputs are NaN until they arrive on the main stream."""
+        """Working copies of the inputs are NaN until they arrive on the main stream; the host has all yet to issue."""
         for rank, state in enumerate(self.state):
-            arriving = []
+            arriving: list[str] = []
             for put in self.machine.program.inputs:
                 leaf = given[put.name, rank]
                 if isinstance(leaf, torch.Tensor):
                     state.values[put.name] = _poisoned(put.aval)
-                    arriving.append((state.values[put.name], leaf))
+                    state.sent[put.name] = leaf
+                    if put.place != "staged":
+                        arriving.append(put.name)
                 else:
                     state.values[put.name] = leaf
+            state.queues[MAIN].append(_Move(partial(self.arrive, state, arriving)))
+            effects = zip(self.machine.index, self.machine.program.effects, strict=True)
+            state.queues[_HOST].extend(_Move(partial(self.issue, rank, state, *one)) for one in effects)
+            state.queues[_HOST].append(_Move(partial(self.finish, state)))
 
-            def arrive(arriving: list[tuple[torch.Tensor, torch.Tensor]] = arriving) -> None:
-                for mine, leaf in arriving:
-                    mine.copy_(leaf)
+    def arrive(self, state: _Rank, names: Sequence[str]) -> None:
+        for name in names:
+            state.values[name].copy_(state.sent[name])
 
-            state.queues[MAIN].append(_Move(arrive, _always))
+    def finish(self, state: _Rank) -> None:
+        """The host has issued all effects: outputs are read on the main stream, behind what it has been given."""
+        state.queues[MAIN].append(_Move(partial(self.read, state)))
 
-    def issue(self, rank: int) -> None:
-        """The host of a rank issues its next effect; after the last, the reading of the outputs."""
-        state, program = self.state[rank], self.machine.program
-        position = state.next_effect
-        state.next_effect += 1
-        if position == len(program.effects):
-            state.queues[MAIN].append(_Move(lambda: self.read(state), _always))
-            return
-        match effect := program.effects[position]:
+    def issue(self, rank: int, state: _Rank, index: int, effect: Effect) -> None:
+        """The host of a rank issues an effect; `index` numbers launches."""
+        match effect:
             case Launch():
-                self.launch(rank, state, effect, self.machine.index[position])
+                self.launch(rank, state, effect, index)
+            case Stage():
+                state.queues[MAIN].append(_Move(partial(self.arrive, state, effect.values)))
             case Record():
                 mark = state.events[effect.event] = _Mark()
-                state.queues[effect.stream].append(_Move(lambda: _pass(mark), _always))
+                state.queues[effect.stream].append(_Move(mark.passes))
             case Wait():
                 event = state.events.get(effect.event, _Mark(passed=True))
                 state.queues[effect.stream].append(_Move(_nothing, lambda: event.passed))
@@ -210,7 +220,7 @@ class _Run:
 
     def launch(self, rank: int, state: _Rank, launch: Launch, index: int) -> None:
         operands = tuple(state.values[name] for name in launch.operands)
-        versions = {result: operands[operand] for operand, result in launch.op.writes.items()}
+        versions = {result: operands[position] for position, result in launch.op.written().items()}
         results = tuple(
             versions[k] if k in versions else _poisoned(self.machine.avals[name])
             for k, name in enumerate(launch.results)
@@ -222,8 +232,8 @@ class _Run:
             ruined.append(entry[2])
         task = _Task(index, launch, rank, operands, results, ruined)
         queue = state.queues[launch.stream]
-        queue.append(_Move(lambda: self.begin(task), _always))
-        queue.append(_Move(lambda: self.end(task), lambda: self.met(task)))
+        queue.append(_Move(partial(self.begin, task)))
+        queue.append(_Move(partial(self.end, task), partial(self.met, task) if launch.op.communicates else None))
 
     def drop(self, state: _Rank, memory: str) -> None:
         tensor, home = state.values[memory], self.machine.home.get(memory)
@@ -232,7 +242,7 @@ class _Run:
         marks = []
         for stream in sorted(state.kept.pop(memory, ())):
             marks.append(mark := _Mark())
-            state.queues[stream].append(_Move(lambda mark=mark: _pass(mark), _always))  # type: ignore[misc]
+            state.queues[stream].append(_Move(mark.passes))
         if marks:
             state.pending.append((marks, home, tensor))
         else:
@@ -247,55 +257,60 @@ class _Run:
 
     def begin(self, task: _Task) -> None:
         launch, state = task.launch, self.state[task.rank]
-        written = launch.op.writes
-        for operand in written:
-            task.saved[operand] = task.operands[operand].clone()
+        for position in launch.op.written():
+            task.saved[position] = task.operands[position].clone()
         for tensor in (*task.results, *task.ruined):
             _poison(tensor)
         for name in launch.op.uses:
             state.scratch[name] = task
         if launch.op.communicates:
-            self.entered[launch.op.communicates][task.rank].append(task)
+            self.entered[task.rank].append(task)
 
     def met(self, task: _Task) -> bool:
         """A collective ends when every rank has entered its n-th one."""
-        group = task.launch.op.communicates
-        if group is None:
-            return True
-        turns = self.entered[group]
-        turn = turns[task.rank].index(task)
-        return all(len(rank) > turn for rank in turns)
+        turn = self.entered[task.rank].index(task)
+        return all(len(rank) > turn for rank in self.entered)
 
     def end(self, task: _Task) -> None:
         launch, state = task.launch, self.state[task.rank]
         for name in launch.op.uses:
             task.spoiled |= state.scratch[name] is not task
             state.scratch[name] = object()
-        for operand, held in task.saved.items():
-            task.operands[operand].copy_(held)
+        for position, held in task.saved.items():
+            task.operands[position].copy_(held)
         results = self.exchange(task) if launch.op.communicates else self.compute(task)
         for k, tensor in enumerate(task.results):
             if task.spoiled or results is None:
                 _poison(tensor)
-            elif k not in launch.op.writes.values():
+            elif k not in launch.op.written().values():
                 tensor.copy_(results[k])
 
     def compute(self, task: _Task) -> Sequence[torch.Tensor] | None:
         results: Sequence[torch.Tensor] | None = self.call(self.machine.rules[task.index][task.rank], *task.operands)
-        return results
+        return self.hold(task, results)
 
     def exchange(self, task: _Task) -> Sequence[torch.Tensor] | None:
         """The first rank to end computes for all; a pair of different collectives is garbage for all."""
-        turns = self.entered[task.launch.op.communicates or ""]
-        turn = turns[task.rank].index(task)
-        partners = [rank[turn] for rank in turns]
+        turn = self.entered[task.rank].index(task)
+        partners = [rank[turn] for rank in self.entered]
         if task.exchanged is None:
             same = all(partner.index == task.index for partner in partners)
-            rule = self.machine.rules[task.index][0]
-            found = self.call(rule, [partner.operands for partner in partners]) if same else None
+            operands = [x for partner in partners for x in partner.operands]
+            found = self.call(self.machine.rules[task.index][0], *operands) if same else None
+            count = len(task.results)
             for rank, partner in enumerate(partners):
-                partner.exchanged = [found[rank]] if found is not None else []
-        return task.exchanged[0] if task.exchanged else None
+                partner.exchanged = [found[rank * count : (rank + 1) * count]] if found is not None else []
+        return self.hold(task, task.exchanged[0] if task.exchanged else None)
+
+    def hold(self, task: _Task, results: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor] | None:
+        """What the rule gave, if it is what a rule may give."""
+        if results is not None:
+            try:
+                check_results(task.launch, task.operands, results, [self.machine.avals[n] for n in task.launch.results])
+            except ContractError as error:
+                self.error = self.error or RunError(task.launch, task.rank, error)
+                return None
+        return results
 
     def call(self, rule: Rule, *operands: Any) -> Any:
         """A rule may choke on garbage that a race left it; in a legal program it may not."""
@@ -308,10 +323,6 @@ class _Run:
 
 def _nothing() -> None:
     pass
-
-
-def _pass(mark: _Mark) -> None:
-    mark.passed = True
 
 
 def _poisoned(aval: Aval) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """Abstract values: the shape and dtype of a tensor that does not exist yet.
 
 Nothing here knows a backend.  Dtypes are names; a backend maps them to its
-own.  Shape rules are written with the letters of `AXES`, bound by `match`,
-which is the one place where a shape error is worded.
+own.  An op says of each operand its axes, in the letters of `AXES`, and its
+kind; `match` binds the letters, and is the one place where a shape error is
+worded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Final
 
@@ -21,10 +23,10 @@ AXES: Final[Mapping[str, str]] = MappingProxyType(
         "W": "ranks of the group",
         "L": "kv_lora_rank, the latent",
         "R": "qk_rope_head_dim",
+        "half": "pairs of features that are rotated, R / 2",
         "P": "qk_nope_head_dim",
         "Q": "qk_nope_head_dim + qk_rope_head_dim",
         "V": "v_head_dim",
-        "E": "payload features, L and the lanes of the LSE",
         "K": "kv_lora_rank + qk_rope_head_dim",
         "C": "cache blocks",
         "S": "tokens in a cache block",
@@ -41,9 +43,8 @@ AXES: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 FLOATS: Final = ("bf16", "fp16", "fp32", "fp64")
-#: "host" is a tuple of Python integers on the host: lengths, which operators take at launch.
-DTYPES: Final = (*FLOATS, "int8", "int32", "int64", "host")
-_SIZES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int8": 1, "int32": 4, "int64": 8, "host": 0}
+DTYPES: Final = (*FLOATS, "int8", "int32", "int64")
+_SIZES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int8": 1, "int32": 4, "int64": 8}
 
 
 class ShapeError(ValueError):
@@ -60,13 +61,15 @@ class Aval:
     def __attrs_post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ShapeError(f"dtype must be one of {', '.join(DTYPES)}: got {self.dtype!r}")
+        if not isinstance(self.shape, tuple):
+            raise ShapeError(f"shape must be a tuple of integers: got {self.shape!r}")
         for size in self.shape:
-            if not isinstance(size, int) or size < 0:
+            if type(size) is not int or size < 0:
                 raise ShapeError(f"every axis must be an integer of at least 0: got shape {self.shape}")
 
     @property
     def bytes_(self) -> int:
-        """Bytes of device memory the value takes (0 for host integers)."""
+        """Bytes of memory the value takes."""
         total = _SIZES[self.dtype]
         for size in self.shape:
             total *= size
@@ -89,55 +92,78 @@ def wide_dtype(dtype: str) -> str:
     return "fp64" if dtype == "fp64" else "fp32"
 
 
-def lse_lanes(dtype: str) -> int:
-    """Lanes of `dtype` that the bits of one LSE take in an exchange payload.
+@frozen
+class Operand:
+    """What an op says of an operand: its axes, and its kind.
 
-    >>> [lse_lanes(dtype) for dtype in ("bf16", "fp16", "fp32", "fp64")]
-    [2, 2, 1, 1]
+    The kind is "float" for the one floating dtype of the op, "wide" for what stays wide beside it (`wide_dtype`),
+    a dtype of integers, or "host": a tuple of Python integers, which operators take at launch.
     """
-    return _SIZES[wide_dtype(dtype)] // _SIZES[dtype]
+
+    axes: tuple[str, ...]
+    kind: str = "float"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the operand stays on the host."""
+        return self.kind == "host"
 
 
-def match(op: str, /, **operands: tuple[Aval, str]) -> dict[str, int]:
-    """Bind the letters of each operand's axes to sizes, and return letter -> size.
+@cache
+def operand(text: str) -> Operand:
+    """Read an operand's axes and kind.
 
-    `operands` maps a name to `(aval, "T N L")`.  Raises `ShapeError` when a
-    rank differs or a letter would get two sizes.
-
-    >>> match("combine", local=(Aval((4, 16, 512), "bf16"), "T N L"))
-    {'T': 4, 'N': 16, 'L': 512}
+    >>> operand("T L"), operand("B host")
+    (Operand(axes=('T', 'L'), kind='float'), Operand(axes=('B',), kind='host'))
     """
+    *axes, last = text.split()
+    if last in ("wide", "host", *DTYPES):
+        return Operand(tuple(axes), last)
+    return Operand((*axes, last))
+
+
+def match(op: str, operands: Mapping[str, str], avals: Sequence[Aval]) -> tuple[dict[str, int], str]:
+    """Bind the letters of all operands' axes to sizes, and find the op's floating dtype ("" where it has none).
+
+    Raises `ShapeError` when the number of operands or a rank differs, a letter would get two sizes, or a dtype is
+    not that of its kind.
+
+    >>> match("sum", {"out": "T N L", "lse": "T N wide"}, (Aval((4, 16, 512), "bf16"), Aval((4, 16), "fp32")))
+    ({'T': 4, 'N': 16, 'L': 512}, 'bf16')
+    """
+    if len(avals) != len(operands):
+        raise ShapeError(f"{op} takes {len(operands)} operands ({', '.join(operands)}): got {len(avals)}")
+    named = [(name, operand(text), aval) for (name, text), aval in zip(operands.items(), avals, strict=True)]
     sizes: dict[str, int] = {}
     seen: dict[str, str] = {}
-    for name, (aval, letters) in operands.items():
-        axes = letters.split()
-        if len(axes) != len(aval.shape):
+    for name, wanted, aval in named:
+        if len(wanted.axes) != len(aval.shape):
             raise ShapeError(
-                f"{op}: {name} must be [{', '.join(axes)}], {len(axes)} axes: got {aval}, {len(aval.shape)} axes"
+                f"{op}: {name} must be [{', '.join(wanted.axes)}], {len(wanted.axes)} axes: got {aval}, "
+                f"{len(aval.shape)} axes"
             )
-        for letter, size in zip(axes, aval.shape, strict=True):
+        for letter, size in zip(wanted.axes, aval.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
-                meaning = AXES.get(letter, letter)
                 raise ShapeError(
-                    f"{op}: axis {letter} ({meaning}) must be the same everywhere: "
+                    f"{op}: axis {letter} ({AXES.get(letter, letter)}) must be the same everywhere: "
                     f"{sizes[letter]} in {seen[letter]}, {size} in {name}"
                 )
             seen.setdefault(letter, name)
-    return sizes
+    return sizes, _dtype(op, named)
 
 
-def same_dtype(op: str, /, **operands: Aval) -> str:
-    """The one floating dtype of all operands; raises `ShapeError` naming the two that differ."""
-    (first, aval), *rest = operands.items()
-    if aval.dtype not in FLOATS:
-        raise ShapeError(f"{op}: {first} must be floating ({', '.join(FLOATS)}): got {aval.dtype}")
-    for name, other in rest:
-        if other.dtype != aval.dtype:
-            raise ShapeError(f"{op}: {name} must have the dtype of {first}, {aval.dtype}: got {other.dtype}")
-    return aval.dtype
-
-
-def require_dtype(op: str, name: str, aval: Aval, *allowed: str) -> None:
-    """Raise `ShapeError` unless the operand has one of the dtypes `allowed`."""
-    if aval.dtype not in allowed:
-        raise ShapeError(f"{op}: {name} must be {' or '.join(allowed)}: got {aval.dtype}")
+def _dtype(op: str, named: list[tuple[str, Operand, Aval]]) -> str:
+    """The one dtype of the floating operands; where an op has only wide ones, theirs."""
+    first, dtype = "", ""
+    for kind, allowed in (("float", FLOATS), ("wide", ("fp32", "fp64"))):
+        for name, wanted, aval in named:
+            if wanted.kind == kind and not dtype:
+                if aval.dtype not in allowed:
+                    raise ShapeError(f"{op}: {name} must be floating ({', '.join(allowed)}): got {aval.dtype}")
+                first, dtype = name, aval.dtype
+    for name, wanted, aval in named:
+        kind = {"float": dtype, "wide": dtype and wide_dtype(dtype), "host": "int64"}.get(wanted.kind, wanted.kind)
+        if aval.dtype != kind:
+            rule = {"float": f"have the dtype of {first}, {kind}", "wide": f"be {kind}, to go with {first}, {dtype}"}
+            raise ShapeError(f"{op}: {name} must {rule.get(wanted.kind, f'be {kind}')}: got {aval.dtype}")
+    return dtype

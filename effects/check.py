@@ -7,13 +7,19 @@ issue order, a wait lets a stream see all that the recording stream had seen.
     1  every operand is produced before it is consumed
     2  conflicting accesses to a state or a workspace are ordered
     3  memory outlives its use: a use on another stream than the home stream runs before the next launch
-       on the home stream after the drop, or a Keep for its stream was issued before the drop
+       on the home stream after the drop, or a stream that the memory is kept for has seen it at the drop
     4  an event is recorded once, before it is waited for, and somebody waits for it
-    5  every stream has joined the main stream at the end
-    6  collectives of one group run in one order
+    5  every stream has joined the main stream at the end, one that only waits too
+    6  collectives of a rank run in one order, whatever their groups
 
-Rule 0 is form: names, shapes, use after drop.  Nothing is shared with the
-scheduler, so that one can be wrong without the other.
+Rule 0 is form: names, shapes, places.  Nothing is shared with the scheduler,
+so that one can be wrong without the other.
+
+How clocks decide.  Every effect on a stream is a tick of that stream; a stream
+has seen (s, t) when all up to tick t of stream s runs before what it is given
+next.  A record remembers what its stream had seen, a wait adds that to what the
+waiting stream has seen.  So "use a runs before use b" is: what b's stream had
+seen when b was issued includes a's tick.  No other order exists on a device.
 """
 
 from collections import defaultdict
@@ -22,7 +28,7 @@ from collections.abc import Mapping
 from attrs import define, field, frozen
 
 from mla_fx.effects.aval import Aval, ShapeError
-from mla_fx.effects.program import MAIN, Drop, Effect, Keep, Launch, Program, Record, Wait
+from mla_fx.effects.program import MAIN, Drop, Effect, Input, Keep, Launch, Program, Record, Stage, Wait
 
 
 @frozen
@@ -49,6 +55,10 @@ class LawError(ValueError):
     def __init__(self, violations: tuple[Violation, ...]) -> None:
         self.violations = violations
         super().__init__("\n".join(map(str, violations)))
+
+    def __reduce__(self) -> tuple[type["LawError"], tuple[tuple[Violation, ...]]]:
+        # An exception is rebuilt from its `args`, which here are the message and not what made it.
+        return LawError, (self.violations,)
 
 
 def check(program: Program) -> None:
@@ -90,8 +100,9 @@ class _Memory:
     newest: str
     home: str | None = None  # None: an input, owned by the caller
     writer: _Use | None = None
-    uses: list[_Use] = field(factory=list)
+    uses: dict[_Use, None] = field(factory=dict)  # in order
     kept: dict[str, Keep] = field(factory=dict)
+    covered: list[_Clock] = field(factory=list)  # what each keeping stream had seen at the drop
     dropped: Drop | None = None
 
 
@@ -100,12 +111,16 @@ class _Checker:
     program: Program
     found: list[Violation] = field(factory=list)
     clocks: dict[str, dict[str, int]] = field(factory=lambda: {MAIN: {MAIN: 1}})  # tick 1: inputs are ready
+    inputs: dict[str, Input] = field(factory=dict)
+    ready: dict[str, int] = field(factory=dict)  # input -> tick of main from which it can be read
     avals: dict[str, Aval | None] = field(factory=dict)
     memory: dict[str, _Memory] = field(factory=dict)  # by value
     producer: dict[str, _Use] = field(factory=dict)
-    shared: dict[str, _Use] = field(factory=dict)  # workspace or group -> last user
+    workspaces: dict[str, _Use] = field(factory=dict)  # its last user
+    collective: _Use | None = None  # the last one
     events: dict[str, tuple[Record, _Clock]] = field(factory=dict)
     waited: set[str] = field(factory=set)
+    waiting: dict[str, tuple[Wait, int]] = field(factory=dict)  # stream -> its last wait, and the tick of that
     last: dict[str, _Use] = field(factory=dict)  # stream -> last launch
     free: dict[str, list[_Memory]] = field(factory=lambda: defaultdict(list))  # stream -> dropped since its last launch
 
@@ -113,12 +128,17 @@ class _Checker:
         for put in self.program.inputs:
             if put.name in self.avals:
                 self.breach(0, f"input {put.name} is there twice")
+            self.inputs[put.name] = put
+            if put.place != "staged":
+                self.ready[put.name] = 1
             self.avals[put.name] = put.aval
             self.memory[put.name] = _Memory(put.name, put.name)
         for effect in self.program.effects:
             match effect:
                 case Launch():
                     self.launch(effect)
+                case Stage():
+                    self.stage(effect)
                 case Record():
                     self.record(effect)
                 case Wait():
@@ -140,18 +160,33 @@ class _Checker:
     def clock(self, stream: str) -> dict[str, int]:
         return self.clocks.setdefault(stream, {})
 
+    def tick(self, stream: str) -> int:
+        """The next tick of a stream, which from now on has seen it."""
+        clock = self.clock(stream)
+        clock[stream] = clock.get(stream, 0) + 1
+        return clock[stream]
+
     # --- one effect each ---------------------------------------------------
 
     def launch(self, launch: Launch) -> None:
-        clock = self.clock(launch.stream)
-        own = clock.get(launch.stream, 0) + 1
-        use = _Use(launch, own, dict(clock))
+        seen = dict(self.clock(launch.stream))
+        use = _Use(launch, self.tick(launch.stream), seen)
         blocks = self.operands(launch, use)
-        self.scratch(launch, use)
+        self.shared(launch, use)
         self.reuse(launch, use)
         self.results(launch, use, blocks)
-        clock[launch.stream] = own
         self.last[launch.stream] = use
+
+    def stage(self, stage: Stage) -> None:
+        """From here on, main sees these inputs."""
+        tick = self.tick(MAIN)
+        for name in stage.values:
+            put = self.inputs.get(name)
+            if put is None or put.place != "staged":
+                self.breach(0, f"'{stage}' must name inputs that are staged: got {name}", None, stage)
+            elif name in self.ready:
+                self.breach(0, f"input {name} is staged twice, the second time by '{stage}'", None, stage)
+            self.ready[name] = tick
 
     def operands(self, launch: Launch, use: _Use) -> list[_Memory | None]:
         """Rules 0 to 2 for what the launch reads and writes."""
@@ -164,22 +199,35 @@ class _Checker:
                 self.breach(2, f"{use} takes {name}, which {block.newest} has replaced", writer, launch)
             producer = self.producer.get(name)
             if producer is None:
-                if use.seen.get(MAIN, 0) < 1:
-                    text = (
-                        f"{use} takes input {name}, which is ready on {MAIN}; missing order: start of {MAIN} -> {use}"
-                    )
-                    self.found.append(Violation(1, text, None, launch, order=True))
+                self.input(name, launch, use)
             elif not producer.before(use):
                 self.missing(1, f"{use} takes {name}, which {producer} produces", producer, use)
-        for position in launch.op.writes:
+        for position, as_ in launch.op.written().items():
             block = blocks[position] if position < len(blocks) else None
-            for reader in block.uses if block else ():
+            if block is None:
+                continue
+            name = launch.op.results[as_]
+            for other, (also, taken) in enumerate(zip(launch.op.operands, blocks, strict=False)):
+                if taken is block and other != position:
+                    text = f"{use} writes {launch.operands[position]} as {name} and takes it as {also} too"
+                    self.breach(2, text, None, launch)
+            for reader in block.uses:
                 if not reader.before(use):
                     self.missing(2, f"{use} writes {launch.operands[position]}, which {reader} uses", reader, use)
         for block in blocks:
-            if block is not None and use not in block.uses:
-                block.uses.append(use)
+            if block is not None:
+                block.uses[use] = None
         return blocks
+
+    def input(self, name: str, launch: Launch, use: _Use) -> None:
+        """Rule 1 for an input: main must have it, and this stream must have seen main at that point."""
+        if name not in self.inputs:
+            return
+        if name not in self.ready:
+            self.breach(1, f"{use} takes input {name}, which nothing has staged; missing: stage {name}", None, launch)
+        elif use.seen.get(MAIN, 0) < self.ready[name]:
+            text = f"{use} takes input {name}, which is ready on {MAIN}; missing order: start of {MAIN} -> {use}"
+            self.found.append(Violation(1, text, None, launch, order=True))
 
     def readable(self, name: str, effect: Effect) -> _Memory | None:
         block = self.memory.get(name)
@@ -189,36 +237,45 @@ class _Checker:
             self.breach(3, f"{name} is used by '{effect}' after '{block.dropped}'", block.dropped, effect)
         return block
 
-    def scratch(self, launch: Launch, use: _Use) -> None:
-        """Rules 2 and 6: workspaces and groups have one user at a time."""
-        group = launch.op.communicates
-        rules = [(2, name, f"scratch {name!r}") for name in launch.op.uses]
-        rules += [(6, group, f"group {group!r}")] if group else []
-        for rule, name, what in rules:
-            previous = self.shared.get(name)
+    def shared(self, launch: Launch, use: _Use) -> None:
+        """Rules 2 and 6: a workspace has one user at a time, and a rank one collective at a time."""
+        for name in launch.op.uses:
+            previous = self.workspaces.get(name)
             if previous is not None and not previous.before(use):
-                self.missing(rule, f"{previous} and {use} share {what}", previous, use)
-            self.shared[name] = use
+                self.missing(2, f"{previous} and {use} share workspace {name!r}", previous, use)
+            self.workspaces[name] = use
+        if launch.op.communicates:
+            if self.collective is not None and not self.collective.before(use):
+                text = f"{self.collective} and {use} are collectives, which all ranks must run in one order"
+                self.missing(6, text, self.collective, use)
+            self.collective = use
 
     def reuse(self, launch: Launch, use: _Use) -> None:
-        """Rule 3: this launch may take any memory that its stream was given back since its last launch."""
+        """Rule 3: this launch may take any memory that its stream was given back since its last launch.
+
+        Only the first launch behind a drop is asked: later ones on the stream have seen all that it has, and more.
+        Uses on the home stream itself are in order.  A keeping stream covers what it had seen at the drop, since there
+        the allocator records the event that it waits for; what the stream is given later does not count.
+        """
         for block in self.free.pop(launch.stream, []):
             for reader in block.uses:
                 stream = reader.launch.stream
-                if stream != launch.stream and stream not in block.kept and not reader.before(use):
+                kept = any(seen.get(stream, 0) >= reader.tick for seen in block.covered)
+                if stream != launch.stream and not kept and not reader.before(use):
                     text = (
-                        f"{use} may take the memory of {block.name}, which {reader} uses and nothing keeps for {stream}"
+                        f"{use} may take the memory of {block.name}, which {reader} uses and nothing keeps until it has"
                     )
                     self.missing(3, text, reader, use)
 
     def results(self, launch: Launch, use: _Use, blocks: list[_Memory | None]) -> None:
-        versions = {result: blocks[operand] for operand, result in launch.op.writes.items() if operand < len(blocks)}
+        written = launch.op.written()
+        versions = {result: blocks[position] for position, result in written.items() if position < len(blocks)}
         for index, (name, aval) in enumerate(zip(launch.results, self.infer(launch), strict=True)):
             if name in self.avals:
                 self.breach(0, f"{name} is produced twice, the second time by '{launch}'", None, launch)
             self.avals[name] = aval
             self.producer[name] = use
-            block = versions.get(index) or _Memory(name, name, home=launch.stream, uses=[use])
+            block = versions.get(index) or _Memory(name, name, home=launch.stream, uses={use: None})
             if index in versions:
                 block.newest, block.writer = name, use
             self.memory[name] = block
@@ -229,6 +286,11 @@ class _Checker:
         known = [aval for aval in operands if aval is not None]
         if len(known) < len(operands):
             return unknown
+        on_host = launch.op.on_host()
+        for position, (name, given) in enumerate(zip(launch.op.operands, launch.operands, strict=False)):
+            if (position in on_host) != (given in self.inputs and self.inputs[given].place == "host"):
+                where = "on the host" if position in on_host else "on the device"
+                self.breach(0, f"{name} of '{launch}' must be {where}: got {given}, which is not", None, launch)
         try:
             found = launch.op.infer(*known)
         except ShapeError as error:
@@ -244,6 +306,7 @@ class _Checker:
     def record(self, record: Record) -> None:
         if record.event in self.events:
             self.breach(4, f"event {record.event} is recorded twice", self.events[record.event][0], record)
+        self.tick(record.stream)
         self.events[record.event] = (record, dict(self.clock(record.stream)))
 
     def wait(self, wait: Wait) -> None:
@@ -255,6 +318,7 @@ class _Checker:
             self.breach(4, text, None, wait)
             return
         clock = self.clock(wait.stream)
+        self.waiting[wait.stream] = (wait, self.tick(wait.stream))
         for stream, tick in self.events[wait.event][1].items():
             clock[stream] = max(clock.get(stream, 0), tick)
         self.waited.add(wait.event)
@@ -272,6 +336,7 @@ class _Checker:
             self.breach(3, f"input {drop.value} belongs to the caller and may not be dropped", None, drop)
             return
         block.dropped = drop
+        block.covered = [dict(self.clock(stream)) for stream in block.kept]
         self.free[block.home].append(block)
 
     def end(self) -> None:
@@ -283,6 +348,10 @@ class _Checker:
         for stream, use in self.last.items():
             if clock.get(stream, 0) < use.tick:
                 self.missing(5, f"{stream} has not joined {MAIN} at the end", use, None)
+        for stream, (wait, tick) in self.waiting.items():
+            joined = clock.get(stream, 0) >= tick
+            if not joined and (stream not in self.last or clock.get(stream, 0) >= self.last[stream].tick):
+                self.breach(5, f"{stream} has not joined {MAIN} since '{wait}'; missing: record on {stream}", wait)
         for name in self.program.outputs:
             block = self.memory.get(name)
             if block is None:

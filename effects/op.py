@@ -1,51 +1,53 @@
 """Descriptors: what is computed, as inert data.
 
-An `Op` holds static parameters only: no tensor, no callable, no backend.
-`bind` applies it to values and gives values; nothing runs.  A `Value` is
-"result i of this call", so a computation is a graph of calls that hang
-together by their operands.  Declared effects are class attributes:
+An `Op` holds static parameters only: no tensor, no callable, no backend.  What
+it says of itself are class attributes:
 
+    operands      operand -> axes and kind, as in {"recv": "W T N L", "slots": "T int64", "lengths": "B host"}
+    results       names of the results
     writes        operand -> result: that result is the operand's next version, in the same memory
-    uses          scratch that the op needs for itself while it runs
-    communicates  the group whose ranks must all run it, or None
+    uses          workspaces that the op needs for itself while it runs
+    communicates  how it meets the other ranks of its `group`: "all_gather", "all_to_all", "all_reduce", or None
 
 Every op reads all its operands, and has at least one.
 """
 
-import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
-from attrs import field, frozen
+from attrs import frozen
 
-from mla_fx.effects.aval import Aval, ShapeError
+from mla_fx.effects.aval import Aval, match, operand
+from mla_fx.effects.group import Group
+from mla_fx.effects.validate import InputError as InputError
 
-
-class InputError(ValueError):
-    """A value that an input may not have: names the field, what it must be, and what it was."""
+#: How ranks meet: each gets what all sent; each gets its own part of what all sent; each gets the sum.
+Meeting = Literal["all_gather", "all_to_all", "all_reduce"]
 
 
 @frozen
 class Op:
-    """Base of all descriptors.  Subclasses are `@frozen` and add their parameters."""
+    """Base of all descriptors.  Subclasses are `@frozen`; their fields are parameters, checked when an op is made.
 
-    operands: ClassVar[tuple[str, ...]] = ()
+    An op with a field `group` is one rank's part of what the group does together.
+    """
+
+    operands: ClassVar[Mapping[str, str]] = MappingProxyType({})
     results: ClassVar[tuple[str, ...]] = ("out",)
-    writes: ClassVar[Mapping[int, int]] = MappingProxyType({})
+    writes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     uses: ClassVar[tuple[str, ...]] = ()
-    communicates: ClassVar[str | None] = None
-    #: True when a rule needs to know which rank it runs on; it then gets `rank`.
-    needs_rank: ClassVar[bool] = False
+    communicates: ClassVar[Meeting | None] = None
 
     @property
     def name(self) -> str:
         """The op's stem: `HistoryAttention` is `history_attention`."""
-        return stem(type(self))
+        return self._said().name
 
-    def shape_rule(self, *operands: Any) -> tuple[Aval, ...]:
-        """Avals of the results from those of the operands; raises `ShapeError`."""
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
+        """Avals of the results from the sizes of the axes and the floating dtype; raises `ShapeError`."""
         raise NotImplementedError(f"{type(self).__name__} has no shape rule")
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
@@ -53,16 +55,42 @@ class Op:
 
         `avals` has every operand by name, `values` the integer ones as NumPy
         arrays (host integers as tuples).  Called only when all of these are
-        inputs of the program; nothing has run by then.
+        inputs of the program that come from the host; nothing has run by then.
+        Once for launches that differ in features only, the last axis of a
+        floating operand, which therefore must decide nothing here.
         """
 
+    def definition(self, *operands: Any) -> tuple[Any, ...] | None:
+        """The op in simpler ops, applied to values; None for an op that is not made of others.
+
+        An op with a definition runs on every backend that runs its parts.  The parts do not communicate.
+        """
+        return None
+
     def infer(self, *operands: Aval) -> tuple[Aval, ...]:
-        """`shape_rule`, after the number of operands has been checked."""
-        if len(operands) != len(self.operands) or not operands:
-            raise ShapeError(
-                f"{self.name} takes {len(self.operands)} operands ({', '.join(self.operands)}): got {len(operands)}"
-            )
-        return self.shape_rule(*operands)
+        """Avals of the results, after the operands have been held against what the op says of them."""
+        return _inferred(self, operands)
+
+    def group_of(self) -> Group | None:
+        """The group whose part the op is; None for an op of a rank alone."""
+        return getattr(self, "group", None)
+
+    def written(self) -> Mapping[int, int]:
+        """Position of each operand that is written -> position of the result that is its next version."""
+        return self._said().written
+
+    def on_host(self) -> frozenset[int]:
+        """Positions of the operands that stay on the host."""
+        return self._said().on_host
+
+    def _said(self) -> "_Said":
+        return _said(cast("Hashable", type(self)))
+
+
+@lru_cache(maxsize=4096)
+def _inferred(op: Op, operands: tuple[Aval, ...]) -> tuple[Aval, ...]:
+    # The layers of a model are the same ops on the same shapes, and a step is read by many: bind, law, backends.
+    return op.shape_rule(*match(op.name, op.operands, operands))
 
 
 def stem(op: type[Op]) -> str:
@@ -70,57 +98,18 @@ def stem(op: type[Op]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", op.__name__).lower()
 
 
-# Calls are numbered as they are made, so that a schedule can issue them in the
-# order in which the author wrote them; the number has no other meaning.
-_serial = itertools.count()
+@frozen
+class _Said:
+    """What the class attributes of an op come to, worked out once."""
 
-
-@frozen(eq=False, repr=False)
-class Call:
-    """An op applied to values.  Compared by identity."""
-
-    op: Op
-    operands: tuple["Value", ...]
-    serial: int = field(factory=lambda: next(_serial))
-
-    def __repr__(self) -> str:
-        return f"{self.op.name}({', '.join(value.name for value in self.operands)})"
-
-
-@frozen(eq=False, repr=False)
-class Value:
-    """A tensor to be: result `index` of `call`, or an input of the program when `call` is None."""
-
-    aval: Aval
     name: str
-    call: Call | None = None
-    index: int = 0
-
-    def __repr__(self) -> str:
-        return f"{self.name}: {self.aval}"
+    written: Mapping[int, int]
+    on_host: frozenset[int]
 
 
-def arg(name: str, shape: tuple[int, ...], dtype: str) -> Value:
-    """An input of a program.
-
-    >>> arg("hidden", (4, 7168), "bf16")
-    hidden: bf16[4, 7168]
-    """
-    return Value(Aval(tuple(shape), dtype), name)
-
-
-def bind(op: Op, *operands: Value, names: tuple[str, ...] | None = None) -> tuple[Value, ...]:
-    """Describe `op` applied to `operands`; nothing runs.
-
-    `names` are the names the results get in a listing (made unique there);
-    by default those the op declares.  Raises `ShapeError`.
-    """
-    for value in operands:
-        if not isinstance(value, Value):
-            raise TypeError(f"{op.name}: every operand must be a Value: got {type(value).__name__}")
-    avals = op.infer(*(value.aval for value in operands))
-    call = Call(op, operands)
-    return tuple(
-        Value(aval, name, call, index)
-        for index, (aval, name) in enumerate(zip(avals, names or op.results, strict=True))
-    )
+@cache
+def _said(op: type[Op]) -> _Said:
+    names = list(op.operands)
+    written = {names.index(operand): op.results.index(result) for operand, result in op.writes.items()}
+    on_host = frozenset(k for k, text in enumerate(op.operands.values()) if operand(text).on_host)
+    return _Said(stem(op), MappingProxyType(written), on_host)

@@ -3,22 +3,28 @@
 A program is a tuple of effects in issue order, the order in which the host
 issues them.  What runs when is decided by streams and events only:
 
+    Stage   send the staged inputs to the device, on the main stream
     Launch  run an op on a stream; its results are allocated from that stream's memory
     Record  an event happens when the stream has done all that was issued to it so far
     Wait    what is issued to the stream from here on runs after the event
     Keep    the memory of a value stays out of reuse until the stream has done all issued to it by the drop
     Drop    the host lets go of a value: its memory may be reused by later launches on its home stream
 
-A program compares by value and prints like a jaxpr with its streams.
+Nothing else reaches a device.  The main stream is the caller's: inputs are
+ready on it, and outputs are read on it.  All other streams belong to programs,
+and every launch there follows the start of main.  A program compares by value
+and prints like a jaxpr with its streams.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from attrs import evolve, field, frozen
 
 from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
+from mla_fx.effects.step import Input as Input
+from mla_fx.effects.step import avals_of, memory_of
 
 #: The stream that inputs are ready on and outputs are read on.
 MAIN: Final = "main"
@@ -26,19 +32,30 @@ MAIN: Final = "main"
 
 @frozen
 class Launch:
-    """Run `op` on `stream`."""
+    """Run `op` on `stream`; `tag` is the scope of the step that it was written in."""
 
     stream: str
     op: Op
     operands: tuple[str, ...]
     results: tuple[str, ...]
+    tag: str = ""
 
     def __str__(self) -> str:
         notes = [f"uses {name}" for name in self.op.uses]
         if self.op.communicates:
-            notes.append(f"over {self.op.communicates}")
+            notes.append(f"over {self.op.group_of()}")
         call = f"{', '.join(self.results)} = {self.op.name} {' '.join(self.operands)}"
         return f"{call}    {', '.join(notes)}" if notes else call
+
+
+@frozen
+class Stage:
+    """Send `values`, inputs that come on the host, to the device, on the main stream."""
+
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"stage {' '.join(self.values)}"
 
 
 @frozen
@@ -85,26 +102,26 @@ class Drop:
         return f"drop {self.value}"
 
 
-Effect = Launch | Record | Wait | Keep | Drop
+Effect = Launch | Stage | Record | Wait | Keep | Drop
 
 
-@frozen
-class Input:
-    """An input of a program, owned by the caller: never dropped inside, ready on the main stream."""
-
-    name: str
-    aval: Aval
+def stream_of(effect: Effect) -> str | None:
+    """The stream that an effect is issued to; None for a drop, which is the host's alone."""
+    match effect:
+        case Drop():
+            return None
+        case Stage():
+            return MAIN
+    return effect.stream
 
 
 @frozen
 class Program:
     """Stream effects in issue order, with what goes in and what comes out.
 
-    `outputs` are names of values, read on the main stream at the end.  Input
-    names may be paths (`cache.latent`, `params.layers[0].o_proj`): the first
-    word is an argument of the compiled program, the rest how to reach the
-    tensor in it.  `tree` says how outputs are packed for the caller (a torch
-    pytree spec), None for a plain tuple.
+    `outputs` are names of values, read on the main stream at the end.  `tree`
+    says how they are packed for the caller (a torch pytree spec), None for a
+    plain tuple.
     """
 
     inputs: tuple[Input, ...]
@@ -122,7 +139,7 @@ class Program:
     @property
     def streams(self) -> tuple[str, ...]:
         """Names of all streams, the main stream first, then in order of appearance."""
-        return tuple(dict.fromkeys([MAIN, *(e.stream for e in self.effects if not isinstance(e, Drop))]))
+        return tuple(dict.fromkeys([MAIN, *filter(None, map(stream_of, self.effects))]))
 
     def count(self, kind: type[Effect]) -> int:
         """How many effects of one kind the program has, as in `program.count(Keep)`."""
@@ -136,25 +153,21 @@ class Program:
 
     def with_float(self, dtype: str) -> "Program":
         """The same program with every floating input in `dtype`; all else follows from the shape rules."""
-        return evolve(self, inputs=tuple(Input(i.name, i.aval.with_float(dtype)) for i in self.inputs))
+        return evolve(self, inputs=tuple(evolve(put, aval=put.aval.with_float(dtype)) for put in self.inputs))
 
     def avals(self) -> dict[str, Aval]:
         """Shape and dtype of every value, by the shape rules; raises `ShapeError` or `KeyError`."""
-        found = {i.name: i.aval for i in self.inputs}
-        for launch in self.launches:
-            results = launch.op.infer(*(found[name] for name in launch.operands))
-            found.update(zip(launch.results, results, strict=True))
-        return found
+        return avals_of(self.inputs, self.launches)
 
     def memory(self) -> dict[str, str]:
         """For every value, the value in whose memory it lies: itself, or the first version of its state."""
-        return memory_of((i.name for i in self.inputs), self.launches)
+        return memory_of((put.name for put in self.inputs), self.launches)
 
     def states(self) -> tuple[str, ...]:
         """The inputs that a launch writes, in place."""
         root = self.memory()
-        written = {root[launch.operands[operand]] for launch in self.launches for operand in launch.op.writes}
-        return tuple(i.name for i in self.inputs if i.name in written)
+        written = {root[launch.operands[position]] for launch in self.launches for position in launch.op.written()}
+        return tuple(put.name for put in self.inputs if put.name in written)
 
     def home(self) -> dict[str, str]:
         """For every value that a launch allocates, the stream it is allocated on."""
@@ -166,17 +179,7 @@ class Program:
     def __str__(self) -> str:
         head = f"{self.name}    orchestration {self.orchestration}" if self.orchestration else self.name
         home = self.home()
-        shown = [(home.get(e.value, MAIN) if isinstance(e, Drop) else e.stream, e) for e in self.effects]
+        shown = [(home.get(e.value, MAIN) if isinstance(e, Drop) else stream_of(e) or MAIN, e) for e in self.effects]
         width = max(len(MAIN), *(len(stream) for stream, _ in shown)) if shown else len(MAIN)
         lines = [f"{stream:<{width}}  {effect}" for stream, effect in shown]
         return "\n".join([head, *lines, f"{MAIN:<{width}}  return {' '.join(self.outputs)}"])
-
-
-def memory_of(inputs: Iterable[str], launches: Iterable[Launch]) -> dict[str, str]:
-    """For every value, the value in whose memory it lies: an op that writes a state returns it in the same memory."""
-    root = {name: name for name in inputs}
-    for launch in launches:
-        root.update((name, name) for name in launch.results)
-        for operand, result in launch.op.writes.items():
-            root[launch.results[result]] = root[launch.operands[operand]]
-    return root

@@ -1,182 +1,165 @@
-"""From a step and a placement to a program: stream effects are derived here.
+"""From a step and an orchestration to a program: stream effects are derived here.
 
 Decided here: issue order, events, lifetimes.  Not known here: what any op
 means, or any backend.  The law itself is `check`, which shares no code.
 
-Order.  Launches are issued in the order in which the step was written.  For
-launches i before j in issue order, the law wants "i before j" when
+Order.  Equations are issued in the order that the orchestration gives them (as
+they were written, where it gives none).  For launches i before j in issue
+order, the law wants "i before j" when
 
     j reads what i produced;  i and j touch one state, one of them writing;
-    i and j use one workspace;  i and j are collectives of one group,
+    i and j use one workspace;  i and j are collectives of whatever groups,
 
-and inputs are ready, outputs read, on the main stream.  What stream order
-does not give, a wait gives; of the waits only the transitive reduction is
-kept, so none can be left out and no order is added that nobody asked for.
+and inputs are ready, outputs read, on the main stream.  What stream order does
+not give, a wait gives; of the waits only the transitive reduction is kept, so
+none can be left out and no order is added that nobody asked for.
 
 Lifetimes.  Memory of v is let go at the first point of the issue order from
 which its home stream cannot outrun any use of v:
 
     - no later launch on the home stream: after the last use;
     - else before the first later launch on the home stream that runs after all uses of v;
-    - else (no such launch) after the last use, with a Keep for each stream
-      whose use the next launch on the home stream may overtake.
+    - else (no such launch) after the last use, kept for the fewest streams that together have seen every use
+      that the next launch on the home stream may overtake.
 
-Waiting for a launch that is ordered anyway costs nothing: up to there no
-launch on the home stream may take the memory, kept or not.  So a Keep, which
-makes the allocator record and poll an event, is left for memory that no
-order protects.  `mode="conservative"` does what careful hand-written code
-does: it lets go after the last use and keeps everything that crosses streams.
+A Keep makes the allocator record an event at the drop and poll it at later
+allocations; until it is seen the memory is nobody's, and when that is, is luck.
+An order that is there anyway costs nothing and holds in every run, so a Keep is
+left for memory that no order gives back while the program lasts.  This is
+`mode="minimal"`, for launches in this order on these streams with these waits:
+a value is given back by the first order that does, if one does; otherwise it is
+let go right after its last use, and kept for as few streams as that allows.
+`mode="conservative"` does what careful hand-written code does: it lets go after
+the last use and keeps everything that crosses streams.
+
+The end of a program needs no keeping.  All streams have joined main by then,
+and whatever is launched next on any of them belongs to a program too, whose
+every launch follows the start of main: behind all uses here, and behind what
+the caller did with the outputs on main before letting go of them.
 """
 
 import heapq
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Final, Literal
 
-from attrs import define, field
+from attrs import define, field, frozen
 
-from mla_fx.effects.op import Call, Value
-from mla_fx.effects.program import MAIN, Drop, Effect, Input, Keep, Launch, Program, Record, Wait, memory_of
-from mla_fx.effects.step import Step
+from mla_fx.effects.orchestration import Orchestration, orchestration
+from mla_fx.effects.program import MAIN, Drop, Effect, Keep, Launch, Program, Record, Stage, Wait
+from mla_fx.effects.step import Equation, Input, Step, StepError, memory_of
 
-#: An orchestration: from a call (its op, its operands) to the name of its stream.
-Placement = Callable[[Call], str]
 Mode = Literal["minimal", "conservative"]
 
 
 class ScheduleError(ValueError):
-    """A step that no issue order can make legal, or a placement that is no placement."""
+    """A step that no issue order can make legal, or an orchestration that does not fit it."""
 
 
-def schedule(step: Step, placement: Placement, *, mode: Mode = "minimal") -> Program:
-    """The program of `step` with each call on the stream that `placement` gives it.
+def schedule(step: Step, given: Orchestration | Callable[[Equation], str], *, mode: Mode = "minimal") -> Program:
+    """The program of `step` under an orchestration, or under a function from equation to stream.
 
     `mode` is "minimal" (fewest kept values) or "conservative" (every value
     that crosses streams is kept).  Raises `ScheduleError`.
     """
     if mode not in ("minimal", "conservative"):
         raise ScheduleError(f"mode must be 'minimal' or 'conservative': got {mode!r}")
-    outputs, tree = step.results()
-    inputs = step.inputs()
-    calls = _issue_order(outputs)
-    names = _names(inputs, calls, outputs)
-    launches = [_launch(call, placement, names) for call in calls]
-    plan = _Plan(launches, tuple(inputs), tuple(names[_key(value)] for value in outputs))
+    chosen = orchestration(given)
+    launches = [_launch(equation, chosen) for equation in _issue_order(_permuted(step, chosen), step.outputs)]
+    used = {launch.stream for launch in launches}
+    if idle := [stream for stream in chosen.streams if stream not in used]:
+        raise ScheduleError(
+            f"orchestration {chosen.name}: each of its streams must be given an equation of {step.name}: "
+            f"got none on {', '.join(idle)}"
+        )
+    plan = _Plan(launches, step.inputs, step.outputs)
     plan.order()
     plan.lifetimes(conservative=mode == "conservative")
-    return Program(
-        inputs=tuple(Input(name, value.aval) for name, value in inputs.items()),
-        outputs=plan.outputs,
-        effects=tuple(plan.effects()),
-        name=step.name,
-        orchestration=title(placement),
-        tree=tree,
-    )
+    return Program(step.inputs, step.outputs, tuple(plan.effects()), step.name, chosen.name, step.tree)
 
 
-def title(placement: Placement) -> str:
-    """What an orchestration is called in listings: `attention_aside` is attention-aside."""
-    name: str = getattr(placement, "__name__", type(placement).__name__)
-    return name.replace("_", "-")
+def _permuted(step: Step, chosen: Orchestration) -> tuple[Equation, ...]:
+    """The equations in the order that the orchestration asks for."""
+    try:
+        ordered = chosen.order(step)
+    except StepError as error:
+        raise ScheduleError(f"orchestration {chosen.name}: its order must leave {step.name} a step: {error}") from error
+    if ordered is step:
+        return step.equations
+    # Names of results are unique in a step, so equal sets of equations are permutations.
+    if not isinstance(ordered, Step) or _around(ordered) != _around(step) or {*ordered.equations} != {*step.equations}:
+        raise ScheduleError(f"orchestration {chosen.name}: its order must permute the equations of {step.name} only")
+    return ordered.equations
 
 
-def _launch(call: Call, placement: Placement, names: "_Names") -> Launch:
-    stream = placement(call)
+def _around(step: Step) -> tuple[object, ...]:
+    """All of a step but its equations."""
+    return step.name, step.inputs, step.outputs, step.tree
+
+
+def _launch(equation: Equation, chosen: Orchestration) -> Launch:
+    stream = chosen.stream(equation)
     if not isinstance(stream, str) or not stream.isidentifier():
-        raise ScheduleError(f"a placement must give the name of a stream (an identifier): got {stream!r} for {call!r}")
-    for value in call.operands:
-        if _key(value) not in names:
-            raise ScheduleError(f"{value.name}, an operand of {call!r}, is not among the arguments of the step")
-    results = tuple(names[call, index] for index in range(len(call.op.results)))
-    return Launch(stream, call.op, tuple(names[_key(value)] for value in call.operands), results)
+        raise ScheduleError(
+            f"orchestration {chosen.name}: must give the name of a stream (an identifier): got {stream!r} "
+            f"for '{equation}'"
+        )
+    return Launch(stream, equation.op, equation.operands, equation.results, equation.tag)
 
 
-# --- issue order and names ---------------------------------------------------
-
-#: What identifies a value: its call and index, or the name of an input.
-_Key = tuple[Call | None, int | str]
-_Names = dict[_Key, str]
+# --- issue order -------------------------------------------------------------
 
 
-def _key(value: Value) -> _Key:
-    return (value.call, value.index) if value.call else (None, value.name)
-
-
-def _names(inputs: dict[str, Value], calls: list[Call], outputs: list[Value]) -> _Names:
-    """A name for every value: that of its descriptor, with a number where it is taken."""
-    hints = {_key(v): v.name for v in [*(v for call in calls for v in call.operands), *outputs]}
-    names: _Names = {(None, value.name): name for name, value in inputs.items()}
-    taken = set(inputs) | {name.split(".")[0].split("[")[0] for name in inputs}
-    count: dict[str, int] = defaultdict(int)
-    for call in calls:
-        for index, default in enumerate(call.op.results):
-            hint = name = hints.get((call, index), default)
-            while name in taken:
-                count[hint] += 1
-                name = f"{hint}_{count[hint]}"
-            taken.add(name)
-            names[call, index] = name
-    return names
-
-
-def _reachable(outputs: Iterable[Value]) -> list[Call]:
-    found: dict[Call, None] = {}
-    stack = [value.call for value in outputs if value.call]
-    while stack:
-        call = stack.pop()
-        if call not in found:
-            found[call] = None
-            stack.extend(value.call for value in call.operands if value.call)
-    return sorted(found, key=lambda call: call.serial)
-
-
-def _issue_order(outputs: list[Value]) -> list[Call]:
-    """Order of writing, except that a state's readers come before the launch that replaces that version."""
-    calls = _reachable(outputs)
-    after: dict[Call, set[Call]] = {call: {v.call for v in call.operands if v.call} for call in calls}
-    readers: dict[_Key, list[Call]] = defaultdict(list)
-    writers: dict[_Key, Call] = {}
-    for call in calls:
-        for position, value in enumerate(call.operands):
-            version = _key(value)
-            if position not in call.op.writes:
-                readers[version].append(call)
-            elif version in writers:
+def _issue_order(equations: Sequence[Equation], outputs: Iterable[str]) -> list[Equation]:
+    """The order given, except that operands come first, and a state's readers before what replaces their version."""
+    producer = {name: index for index, equation in enumerate(equations) for name in equation.results}
+    after = [{producer[name] for name in e.operands if name in producer} for e in equations]
+    readers: dict[str, list[int]] = defaultdict(list)
+    writers: dict[str, int] = {}
+    for index, equation in enumerate(equations):
+        written = equation.op.written()
+        for position, name in enumerate(equation.operands):
+            if position not in written:
+                readers[name].append(index)
+            elif equation.operands.count(name) > 1:
+                raise ScheduleError(f"{name}: a state must be one operand of what writes it: got '{equation}'")
+            elif name in writers:
                 raise ScheduleError(
-                    f"{value.name} is a state, and a version of a state is written once: "
-                    f"got {writers[version]!r} and {call!r}; the second must write what the first returns"
+                    f"{name} is a state, and a version of a state is written once: got '{equations[writers[name]]}' "
+                    f"and '{equation}'; the second must write what the first returns"
                 )
             else:
-                writers[version] = call
-    for version, writer in writers.items():
-        after[writer] |= {reader for reader in readers[version] if reader is not writer}
-    for value in outputs:
-        if (replacing := writers.get(_key(value))) is not None:
-            raise ScheduleError(f"output {value.name} is a version of a state that {replacing!r} replaces")
-    return _topological(after)
+                writers[name] = index
+    for name, writer in writers.items():
+        after[writer] |= {reader for reader in readers[name] if reader != writer}
+    for name in outputs:
+        if name in writers:
+            raise ScheduleError(f"output {name} is a version of a state that '{equations[writers[name]]}' replaces")
+    return [equations[index] for index in _topological(after, equations)]
 
 
-def _topological(after: dict[Call, set[Call]]) -> list[Call]:
-    """The calls, each after all in its set, otherwise in the order in which they were written."""
-    before: dict[Call, list[Call]] = defaultdict(list)
-    missing = {call: len(needs) for call, needs in after.items()}
-    for call, needs in after.items():
+def _topological(after: list[set[int]], equations: Sequence[Equation]) -> list[int]:
+    """Indices, each after all in its set, otherwise in order."""
+    before: list[list[int]] = [[] for _ in after]
+    missing = [len(needs) for needs in after]
+    for index, needs in enumerate(after):
         for need in needs:
-            before[need].append(call)
-    ready = [(call.serial, call) for call, count in missing.items() if not count]
-    heapq.heapify(ready)
-    order: list[Call] = []
+            before[need].append(index)
+    ready = [index for index, count in enumerate(missing) if not count]  # ascending, so a heap already
+    order: list[int] = []
     while ready:
-        _, call = heapq.heappop(ready)
-        order.append(call)
-        for later in before[call]:
+        index = heapq.heappop(ready)
+        order.append(index)
+        for later in before[index]:
             missing[later] -= 1
             if not missing[later]:
-                heapq.heappush(ready, (later.serial, later))
+                heapq.heappush(ready, later)
     if len(order) < len(after):
-        stuck = [call for call in after if missing[call]]
+        stuck = [equations[index] for index, count in enumerate(missing) if count]
         raise ScheduleError(
-            f"{stuck[0]!r} and {stuck[-1]!r} each need the other first: "
+            f"'{stuck[0]}' and '{stuck[-1]}' each need the other first: "
             "an old version of a state is read after it was replaced"
         )
     return order
@@ -184,13 +167,34 @@ def _topological(after: dict[Call, set[Call]]) -> list[Call]:
 
 # --- effects -----------------------------------------------------------------
 
+#: The point of the main stream from which inputs are ready, behind the staging.
+_START: Final = -1
+_NONE: Final = -2
 
-class _Needs(dict[int, str]):
-    """Launches that must run first, each with the reasons, as a reader of the listing wants them."""
 
-    def add(self, launch: int, why: str) -> None:
-        reasons = self.get(launch, why).split(", ")
-        self[launch] = ", ".join(reasons if why in reasons else [*reasons, why])
+@frozen(eq=False)
+class _Before:
+    """Which launches run before a point: of every stream all up to one, since a stream runs in issue order."""
+
+    streams: Sequence[str]  # of every launch
+    last: Mapping[str, int]  # stream -> the last launch there that runs before the point; on main there is the start
+
+    def has(self, launch: int) -> bool:
+        stream = MAIN if launch == _START else self.streams[launch]
+        return self.last.get(stream, _NONE) >= launch
+
+    def has_all(self, launches: Iterable[int]) -> bool:
+        return all(map(self.has, launches))
+
+    def joined(self, other: "_Before | None", launch: int) -> "_Before":
+        """With all that runs before a launch (`other`), and the launch."""
+        last = dict(self.last)
+        for stream, i in other.last.items() if other else ():
+            if last.get(stream, _NONE) < i:
+                last[stream] = i
+        stream = MAIN if launch == _START else self.streams[launch]
+        last[stream] = max(launch, last.get(stream, _NONE))
+        return _Before(self.streams, last)
 
 
 @define
@@ -198,102 +202,139 @@ class _Plan:
     """Launches in issue order, and what is derived to stand before and behind each of them."""
 
     launches: list[Launch]
-    inputs: tuple[str, ...]
+    inputs: tuple[Input, ...]
     outputs: tuple[str, ...]
-    waits: dict[int, list[tuple[int, str]]] = field(factory=lambda: defaultdict(list))  # launch -> (event source, why)
+    waits: dict[int, list[tuple[int, list[str]]]] = field(factory=lambda: defaultdict(list))  # launch -> (source, why)
     drops: dict[int, list[Effect]] = field(factory=lambda: defaultdict(list))  # behind this launch
     drops_before: dict[int, list[Effect]] = field(factory=lambda: defaultdict(list))  # between its waits and it
     keeps: dict[int, list[Effect]] = field(factory=lambda: defaultdict(list))  # before this launch
-    #: ordered[j]: bit i is set when launch i runs before launch j.  Bit 0 is the start, launch i is bit i + 1.
-    ordered: list[int] = field(factory=list)
+    before: list[_Before] = field(factory=list)  # what runs before each launch
+    on: dict[str, list[int]] = field(factory=lambda: defaultdict(list))  # stream -> its launches
+    root: Mapping[str, str] = field(init=False)  # value -> the value in whose memory it lies
+
+    def __attrs_post_init__(self) -> None:
+        self.root = memory_of((put.name for put in self.inputs), self.launches)
+        for j, launch in enumerate(self.launches):
+            self.on[launch.stream].append(j)
 
     def order(self) -> None:
-        """Derive the waits; fill `ordered`."""
-        last = {MAIN: 1}  # stream -> bits ordered before its next launch
-        needs = self._needs()
-        for j, launch in enumerate([*self.launches, None]):
-            stream = launch.stream if launch else MAIN
-            have = last.get(stream, 0)
-            # Later launches first: what they bring along need not be waited for again.
-            for i, why in sorted(needs[j].items(), reverse=True):
-                if not have >> (i + 1) & 1:
-                    self.waits[j].append((i, why))
-                    have |= (1 << (i + 1)) | (self.ordered[i] if i >= 0 else 0)
-            self.ordered.append(have)
-            last[stream] = have | (1 << (j + 1))
+        """Derive the waits; fill `before`."""
+        streams = [launch.stream for launch in self.launches]
+        nothing = _Before(streams, {})
+        seen = {MAIN: _Before(streams, {MAIN: _START})}  # stream -> what runs before its next launch
+        for j, needs in enumerate(self._needs()):
+            stream = self.launches[j].stream if j < len(self.launches) else MAIN
+            have = seen.get(stream, nothing)
+            # Later launches first: what they bring along need not be waited for again.  An earlier one never brings a
+            # later one along, so each wait that is made is needed, and no other choice has fewer.
+            for i in sorted(needs, reverse=True):
+                if not have.has(i):
+                    self.waits[j].append((i, needs[i]))
+                    have = have.joined(self.before[i] if i != _START else None, i)
+            self.before.append(have)
+            if j < len(streams):
+                seen[stream] = have.joined(None, j)
 
-    def _needs(self) -> list["_Needs"]:
-        """For each launch, and for the end, the launches that must run before it, each with the reasons."""
-        producer = dict.fromkeys(self.inputs, -1)
-        root = memory_of(self.inputs, self.launches)
+    def _needs(self) -> Iterable[dict[int, list[str]]]:
+        """For each launch, and for the end, the launches that must run before it, each with what for."""
+        producer = {put.name: _START for put in self.inputs}
+        root = self.root
         users: dict[str, list[int]] = defaultdict(list)  # of a state, since it was written
         writer: dict[str, int] = {}
-        shared: dict[str, int] = {}  # workspace or group -> its last user
-        found: list[_Needs] = []
+        workspace: dict[str, int] = {}  # its last user
+        collective: int | None = None  # the last one
         for j, launch in enumerate(self.launches):
-            need = _Needs()
+            need: dict[int, list[str]] = defaultdict(list)
+            written = launch.op.written()
             for position, name in enumerate(launch.operands):
-                need.add(producer[name], name)
-                if root[name] in writer:
-                    need.add(writer[root[name]], name)
-                for i in users[root[name]] if position in launch.op.writes else ():
-                    need.add(i, name)
-            for name in filter(None, (*launch.op.uses, launch.op.communicates)):
-                if name in shared:
-                    need.add(shared[name], name)
-                shared[name] = j
+                sources = [producer[name]]
+                sources += [writer[root[name]]] if root[name] in writer else []
+                sources += users[root[name]] if position in written else []
+                for i in sources:
+                    need[i].append(name)
+            for name in launch.op.uses:
+                if name in workspace:
+                    need[workspace[name]].append(name)
+                workspace[name] = j
+            if launch.op.communicates:
+                if collective is not None:
+                    need[collective].append("collectives")
+                collective = j
             producer.update(dict.fromkeys(launch.results, j))
-            for result in launch.op.writes.values():
+            for result in written.values():
                 memory = root[launch.results[result]]
                 writer[memory], users[memory] = j, []
             for name in launch.operands:
                 users[root[name]].append(j)
-            found.append(need)
-        end = _Needs()
-        for name in self.outputs:  # every launch is there for an output, so with them all streams have joined
-            end.add(producer[name], name)
-        return [*found, end]
+            yield need
+        end: dict[int, list[str]] = defaultdict(list)
+        for name in self.outputs:
+            end[producer[name]].append(name)
+        for mine in self.on.values():  # an equation that no output needs is issued, and joins, like all others
+            if mine[-1] not in end:
+                end[mine[-1]].append("end")
+        yield end
 
     def lifetimes(self, *, conservative: bool) -> None:
         """Derive the drops and the keeps."""
-        root = memory_of(self.inputs, self.launches)
+        names, root = {put.name for put in self.inputs}, self.root
         held = {root[name] for name in self.outputs}
         touched: dict[str, list[int]] = defaultdict(list)  # memory -> launches that use it, its allocation first
         for j, launch in enumerate(self.launches):
             for memory in dict.fromkeys(root[name] for name in (*launch.operands, *launch.results)):
                 touched[memory].append(j)
-        for memory in [memory for memory in touched if memory not in self.inputs]:
-            uses = touched[memory]
-            away = [j for j in uses if self.launches[j].stream != self.launches[uses[0]].stream]
+        for memory, uses in touched.items():
+            if memory in names:
+                continue  # the caller's
+            home = self.launches[uses[0]].stream
+            away = [j for j in uses if self.launches[j].stream != home]
             if conservative:
                 for stream, j in {self.launches[j].stream: j for j in reversed(away)}.items():
                     self.keeps[j].append(Keep(memory, stream))
             if memory not in held:
-                self._drop(memory, uses, [] if conservative else away)
+                self._drop(memory, uses[-1], home, [] if conservative else away)
 
-    def _drop(self, memory: str, uses: list[int], away: list[int]) -> None:
-        home, last = self.launches[uses[0]].stream, max(uses)
-        later = [j for j in range(last + 1, len(self.launches)) if self.launches[j].stream == home]
-        if not later or not away:
+    def _drop(self, memory: str, last: int, home: str, away: list[int]) -> None:
+        """Let go of memory that launches up to `last` use, those in `away` on other streams than its home."""
+        mine = self.on[home]
+        later = mine[bisect_right(mine, last) :] if away else []
+        if not later:
+            # Nobody can take the memory in this program, or all uses are on its own stream.
             self.drops[last].append(Drop(memory))
             return
-        bits = sum(1 << (j + 1) for j in set(away))
-        covered = next((j for j in later if self.ordered[j] & bits == bits), None)
+        # The home stream's launches see more and more, so the first that has seen all is found by halving.
+        covered = _first(later, lambda j: self.before[j].has_all(away))
         if covered is not None:
             self.drops_before[covered].append(Drop(memory))
             return
-        open_ = [self.launches[j].stream for j in away if not self.ordered[later[0]] >> (j + 1) & 1]
-        self.drops[last] += [*(Keep(memory, stream) for stream in dict.fromkeys(open_)), Drop(memory)]
+        # The very next launch on the home stream may take the memory: what it has not seen must be kept for somebody.
+        racing = [j for j in away if not self.before[later[0]].has(j)]
+        self.drops[last] += [*(Keep(memory, stream) for stream in self._cover(racing, last)), Drop(memory)]
+
+    def _cover(self, racing: list[int], last: int) -> tuple[str, ...]:
+        """The fewest streams that, behind launch `last`, together have seen all the launches that race."""
+        seen: dict[str, _Before] = {}
+        for stream, mine in self.on.items():
+            if at := bisect_right(mine, last):
+                seen[stream] = self.before[mine[at - 1]].joined(None, mine[at - 1])
+        candidates = list(dict.fromkeys(self.launches[j].stream for j in racing))  # each of them sees its own
+        for count in range(1, len(candidates)):
+            for some in combinations(seen, count):
+                if all(any(seen[stream].has(j) for stream in some) for j in racing):
+                    return some
+        return tuple(candidates)
 
     def effects(self) -> Iterable[Effect]:
         """All effects, in issue order."""
         sources = sorted({i for waits in self.waits.values() for i, _ in waits})
         events = {i: f"e{number}" for number, i in enumerate(sources)}
-        if -1 in events:
-            yield Record(MAIN, events[-1])
+        if staged := tuple(put.name for put in self.inputs if put.place == "staged"):
+            yield Stage(staged)
+        if _START in events:
+            yield Record(MAIN, events[_START])
         for j, launch in enumerate(self.launches):
             for i, why in self.waits.get(j, []):
-                yield Wait(launch.stream, events[i], why)
+                yield Wait(launch.stream, events[i], ", ".join(dict.fromkeys(why)))
             yield from self.keeps.get(j, [])
             yield from self.drops_before.get(j, [])
             yield launch
@@ -301,4 +342,13 @@ class _Plan:
                 yield Record(launch.stream, events[j])
             yield from self.drops.get(j, [])
         for i, why in self.waits.get(len(self.launches), []):
-            yield Wait(MAIN, events[i], why)
+            yield Wait(MAIN, events[i], ", ".join(dict.fromkeys(why)))
+
+
+def _first(sorted_: list[int], holds: Callable[[int], bool]) -> int | None:
+    """The first for which `holds`, which from there on holds for all."""
+    low, high = 0, len(sorted_)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(sorted_[middle]) else (middle + 1, high)
+    return sorted_[low] if low < len(sorted_) else None

@@ -1,6 +1,6 @@
 """Attention of a decode step in two parts, and the cache write.
 
-Descriptors in, descriptors out; formulas are with the ops.
+Values in, values out; formulas are with the ops.
 """
 
 from mla_fx.effects import Value, bind, ops
@@ -8,11 +8,15 @@ from mla_fx.parameters import Cache
 
 
 def write_cache(cache: Cache[Value], latent: Value, k_rope: Value, slots: Value) -> Cache[Value]:
-    """Write the new tokens' rows; returns the next version of the cache.  See `ops.WriteCache`.
+    """Write the new tokens' rows; returns the next version of the cache.  See `ops.WriteRows`.
 
     `latent` [T, L], `k_rope` [T, R], `slots` int64 [T] with -1 for rows that are not this rank's.
     """
-    return Cache(*bind(ops.WriteCache(), cache.latent, cache.rope, latent, k_rope, slots))
+    latent_cache, rope_cache = (
+        bind(ops.WriteRows(), rows_cache, rows, slots, names=(rows_cache.name,))[0]
+        for rows_cache, rows in ((cache.latent, latent), (cache.rope, k_rope))
+    )
+    return Cache(latent_cache, rope_cache)
 
 
 def history_attention(

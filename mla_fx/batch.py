@@ -57,7 +57,7 @@ def plan_batch(
     `table_width` are the T, B and M of the program, to which the batch is padded.
     Raises `InputError` naming the field.
     """
-    query, history = _integers("query", query), _integers("history", history)
+    query, history = _integers("query", "length", query), _integers("history", "length", history)
     if len(history) != len(query):
         raise InputError(f"history: must have one length for each of query, {len(query)}: got {len(history)}")
     if len(query) > requests:
@@ -103,7 +103,7 @@ def _table(
     reached: Counter[int] = Counter()
     written: list[tuple[int, int]] = []  # request, block
     for b, row in enumerate(given):
-        ids = row.tolist() if isinstance(row, torch.Tensor) else list(row)
+        ids = _integers(f"block_table[{b}]", "block", row)
         total = history[b] + query[b]
         need = sharding.blocks(total) if query[b] or history[b] else 0
         if need > min(len(ids), width):
@@ -117,17 +117,21 @@ def _table(
         reached.update(ids[:need])
         if query[b]:
             written += [(b, block) for block in ids[history[b] // (sharding.block_size * sharding.ranks) : need]]
-        kept = ids[:width]
         # Entries behind the needed ones are carried along unread, clipped to what int32 holds.
-        table[b, : len(kept)] = torch.tensor(kept, dtype=torch.int64).clamp(-(2**31), 2**31 - 1).to(torch.int32)
+        kept = [min(max(block, -(2**31)), 2**31 - 1) for block in ids[:width]]
+        table[b, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
     for b, block in written:
         if reached[block] > 1:  # blocks that are only read may be shared, as a common prefix is
             raise InputError(f"block_table[{b}]: a block that is written must be in the tables once: got {block} again")
     return table
 
 
-def _integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+def _integers(name: str, what: str, given: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
+    """Integers of any kind, in a row; a bool is none, and nothing is rounded."""
     try:
-        return tuple(index(length) for length in lengths)
+        values = list(given.tolist() if isinstance(given, torch.Tensor) else given)
+        if any(type(value) is bool or getattr(value, "dtype", None) is torch.bool for value in values):
+            raise TypeError
+        return tuple(index(value) for value in values)
     except TypeError:
-        raise InputError(f"{name}: each length must be an integer: got {lengths!r}") from None
+        raise InputError(f"{name}: each {what} must be an integer: got {given!r}") from None

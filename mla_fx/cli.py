@@ -16,18 +16,23 @@ from mla_fx import StepShape, attention_step, backends, orchestrations
 from mla_fx.decode import QUANTIZATIONS
 from mla_fx.effects import (
     Drop,
+    Effect,
     InputError,
     Keep,
     Launch,
     LawError,
+    Orchestration,
     Program,
     Record,
     ScheduleError,
+    Stage,
+    Step,
     Wait,
     schedule,
     violations,
 )
 from mla_fx.effects.aval import FLOATS, ShapeError
+from mla_fx.effects.orchestration import orchestration
 
 if TYPE_CHECKING:
     from mla_fx.models import ModelConfig
@@ -56,14 +61,16 @@ Decoding is greedy unless --temperature is given; drafts never change what is
 generated.  Ctrl-C stops.
 """
 _SHOW = """
-Print the program of an orchestration: launches with their streams, and the
-records, waits, keeps and drops derived for them, numbered.  Sizes are those of
-DeepSeek-V3 unless --model names a checkpoint directory.
+Print the program of an orchestration: what is staged, launches with their
+streams, and the records, waits, keeps and drops derived for them, numbered.
+--step prints the step instead, before anything is scheduled: inputs, equations
+by scope, outputs, with all shapes.  Sizes are those of DeepSeek-V3 unless
+--model names a checkpoint directory.
 """
 _CHECK = """
 Say whether a program is legal: the program of an orchestration, of yours
-(module:function, from call to stream), or one you wrote (--program
-module:name).  --without K leaves effect number K out, as `mla-fx show` counts
+(module:name, an Orchestration or a function from equation to stream), or one
+you wrote (--program module:name).  --without K leaves effect number K out, as `mla-fx show` counts
 them, to see what the law says to that.  Exit status 0: legal, 1: not.
 """
 _EXAMPLES = {
@@ -81,9 +88,10 @@ _EXAMPLES = {
     "show": [
         "mla-fx show --orchestration exchange-aside --mode conservative",
         "mla-fx show --layers 4",
+        "mla-fx show --step        what is scheduled",
         "mla-fx show --ranks 2 --device-trace        what an emulated Ascend gets to do",
     ],
-    "check": ["mla-fx check --layers 61", "mla-fx check --without 21", "mla-fx check --orchestration mine:two_streams"],
+    "check": ["mla-fx check --layers 61", "mla-fx check --without 23", "mla-fx check --orchestration mine:two_streams"],
 }
 
 
@@ -129,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--device-trace", action="store_true", help="run one step on the emulated Ascend and print what reached it"
     )
+    show.add_argument("--step", action="store_true", help="print the step instead, before it is scheduled")
     show.add_argument("--seed", type=int, default=0, help="of the emulated device (default 0)")
     check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
     check.add_argument("--without", type=int, metavar="K", help="leave effect number K out")
@@ -169,7 +178,7 @@ def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
         "--orchestration",
         default="attention-aside",
         metavar="NAME",
-        help=f"{', '.join(orchestrations.NAMED)}, or module:function of yours (default %(default)s)",
+        help=f"{', '.join(orchestrations.NAMED)}, or module:name of yours (default %(default)s)",
     )
     add(
         "--mode",
@@ -240,16 +249,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def placement(name: str) -> Callable[..., str]:
-    """The orchestration called `name`, or the function at `module:function`."""
+def chosen_orchestration(name: str) -> Orchestration:
+    """The orchestration called `name`, or the one, or function from equation to stream, at `module:name`."""
     if name in orchestrations.NAMED:
         return orchestrations.NAMED[name]
     if ":" in name:
-        found: Callable[..., str] = _named(name, "--orchestration")
-        return found
-    raise InputError(
-        f"--orchestration: must be one of {', '.join(orchestrations.NAMED)} or module:function: got {name!r}"
-    )
+        return orchestration(_named(name, "--orchestration"))
+    raise InputError(f"--orchestration: must be one of {', '.join(orchestrations.NAMED)} or module:name: got {name!r}")
 
 
 def _named(path: str, option: str) -> Any:
@@ -268,16 +274,16 @@ def _named(path: str, option: str) -> Any:
 def _decode(options: argparse.Namespace) -> int:
     from mla_fx.cli_decode import decode  # torch's operators are loaded only where something runs
 
-    return decode(options, placement(options.orchestration))
+    return decode(options, chosen_orchestration(options.orchestration))
 
 
 def _generate(options: argparse.Namespace) -> int:
     from mla_fx.cli_generate import generate
 
-    return generate(options, placement(options.orchestration))
+    return generate(options, chosen_orchestration(options.orchestration))
 
 
-def _program(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Program]:
+def _step(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Step]:
     from mla_fx.models import deepseek_v3_config, load_config, model_step
 
     config = load_config(options.model) if options.model else deepseek_v3_config()
@@ -290,16 +296,21 @@ def _program(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Pro
         replicate_query=options.replicate_query,
         quantization=options.quantization,
     )
-    step = (
-        attention_step(config.attention, shape)
-        if options.layers is None
-        else model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens)
-    )
-    return config, shape, schedule(step, placement(options.orchestration), mode=options.mode)
+    if options.layers is None:
+        return config, shape, attention_step(config.attention, shape)
+    return config, shape, model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens)
+
+
+def _program(options: argparse.Namespace, step: Step) -> Program:
+    return schedule(step, chosen_orchestration(options.orchestration), mode=options.mode)
 
 
 def _show(options: argparse.Namespace) -> int:
-    config, shape, program = _program(options)
+    config, shape, step = _step(options)
+    if options.step:
+        print(step)
+        return 0
+    program = _program(options, step)
     if options.device_trace:
         from mla_fx.cli_trace import device_trace
 
@@ -314,7 +325,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    program = _named(options.program, "--program") if options.program else _program(options)[2]
+    program = _named(options.program, "--program") if options.program else _program(options, _step(options)[2])
     if not isinstance(program, Program):
         raise InputError(f"--program: must be a Program: got {type(program).__name__}")
     if options.without is not None:
@@ -329,8 +340,18 @@ def _check(options: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
+_KINDS: dict[type[Effect], tuple[str, str]] = {
+    Launch: ("launch", "launches"),
+    Stage: ("stage", "stages"),
+    Record: ("record", "records"),
+    Wait: ("wait", "waits"),
+    Keep: ("keep", "keeps"),
+    Drop: ("drop", "drops"),
+}
+
+
 def summary(program: Program) -> str:
     """How many of each effect a program has, in words."""
-    kinds = ((Launch, "launches"), (Record, "records"), (Wait, "waits"), (Keep, "keeps"), (Drop, "drops"))
-    counts = ", ".join(f"{program.count(kind)} {name}" for kind, name in kinds)
+    found = [(program.count(kind), *names) for kind, names in _KINDS.items()]
+    counts = ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in found)
     return f"{counts} on {len(program.streams)} streams ({', '.join(program.streams)})"

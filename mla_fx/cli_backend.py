@@ -2,7 +2,7 @@
 
 import argparse
 
-from mla_fx import backends
+from mla_fx import StepShape, attention_step, backends
 from mla_fx.backends import Backend
 from mla_fx.effects import InputError
 from mla_fx.models import ModelConfig
@@ -20,14 +20,16 @@ def chosen(options: argparse.Namespace) -> Backend:
     return backends.get("ascend", ranks=options.ranks)
 
 
-def dtype(options: argparse.Namespace, config: ModelConfig) -> str:
-    """`--dtype`; by default bf16, but where the attention operator of Ascend does not take the model's sizes, fp32."""
+def dtype(options: argparse.Namespace, config: ModelConfig, backend: Backend) -> str:
+    """`--dtype`; by default bf16, but where the backend's operators take the model's attention in fp32 only, that."""
     if options.dtype:
         asked: str = options.dtype
         return asked
-    if options.backend == "ascend":
-        from mla_fx.backends.ascend.calls.attention import LATENT, ROPE
+    return "fp32" if _refused(backend, config, "bf16") and not _refused(backend, config, "fp32") else "bf16"
 
-        if (config.attention.kv_lora_rank, config.attention.qk_rope_head_dim) != (LATENT, ROPE):
-            return "fp32"
-    return "bf16"
+
+def _refused(backend: Backend, config: ModelConfig, dtype: str) -> bool:
+    """Whether some operator does not take the sizes of the model's attention, on one rank."""
+    step = backend.lower(attention_step(config.attention, StepShape(dtype=dtype)))
+    avals = step.avals()
+    return any(backend.refusal(e.op, *(avals[name] for name in e.operands)) for e in step.equations)

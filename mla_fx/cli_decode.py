@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from mla_fx import StepShape, backends
 from mla_fx.cli_backend import chosen, dtype
-from mla_fx.effects import InputError
-from mla_fx.effects.schedule import title
+from mla_fx.effects import InputError, Orchestration
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.runner import Piece
@@ -79,7 +78,7 @@ class Comparison:
         )
 
 
-def decode(options: argparse.Namespace, placement: Callable[..., str]) -> int:
+def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
     """Run the command with parsed options; returns the exit status."""
     if options.prompt is not None and options.prompt < 1:
         raise InputError(f"--prompt: must be at least 1: got {options.prompt}")
@@ -93,6 +92,7 @@ def decode(options: argparse.Namespace, placement: Callable[..., str]) -> int:
             f"--steps: prompt and steps must fit max_position_embeddings, {config.max_position_embeddings}: "
             f"got {longest}"
         )
+    made = [chosen(options)]
     per_request = -(-longest // (options.block_size * options.ranks))
     shape = StepShape(
         ranks=options.ranks,
@@ -100,32 +100,31 @@ def decode(options: argparse.Namespace, placement: Callable[..., str]) -> int:
         blocks=len(prompts) * per_request,
         block_size=options.block_size,
         table_width=per_request,
-        dtype=dtype(options, config),
+        dtype=dtype(options, config, made[0]),
         replicate_query=options.replicate_query,
         quantization=options.quantization,
     )
     name = options.model or "built-in model, trained to add"
     heads = f"{config.attention.num_attention_heads} heads, latent {config.attention.kv_lora_rank}"
     print(f"{name}: {config.num_hidden_layers} layers, {heads}")
-    print(f"{options.backend}, {options.ranks} ranks, {shape.dtype}, {title(placement)} ({options.mode})")
+    print(f"{options.backend}, {options.ranks} ranks, {shape.dtype}, {orchestration.name} ({options.mode})")
 
-    made = [chosen(options)]
     if not options.no_reference:
         made.append(backends.get("reference", ranks=options.ranks))
     lanes = [
         Lane(
             Runner.load(
                 checkpoint,
-                machine,
+                backend,
                 shape=shape,
                 interleave=options.interleave,
-                placement=placement,
-                prefill_placement=placement,
+                orchestration=orchestration,
+                prefill_orchestration=orchestration,
                 mode=options.mode,
                 progress=True,
             )
         )
-        for machine in made
+        for backend in made
     ]
     requests = [
         Request(list(prompt), list(range(b * per_request, (b + 1) * per_request))) for b, prompt in enumerate(prompts)

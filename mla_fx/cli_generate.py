@@ -4,24 +4,24 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mla_fx import Sharding, StepShape
 from mla_fx.cli_backend import chosen, dtype
-from mla_fx.effects import InputError
+from mla_fx.effects import InputError, Orchestration
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Request, Runner
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.tokenizer import TextStream, Tokenizer
 
 
-def generate(options: argparse.Namespace, placement: Callable[..., str]) -> int:
+def generate(options: argparse.Namespace, orchestration: Orchestration) -> int:
     """Run the command with parsed options; returns the exit status."""
     if options.model and not options.prompt:
         raise InputError("--prompt: must be given with --model: got none")
     prompts = options.prompt or [prompt for prompt, _ in problems(3, seed=options.seed)]
     checkpoint, tokenizer = Checkpoint.open(options.model or DIRECTORY), Tokenizer(options.model or DIRECTORY)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    engine = _engine(options, placement, checkpoint, max(map(len, encoded)) + options.max_new_tokens)
+    engine = _engine(options, orchestration, checkpoint, max(map(len, encoded)) + options.max_new_tokens)
     requests = [
         engine.add(tokens, max_new_tokens=options.max_new_tokens, seed=options.seed + number)
         for number, tokens in enumerate(encoded)
@@ -34,8 +34,9 @@ def generate(options: argparse.Namespace, placement: Callable[..., str]) -> int:
     return 0
 
 
-def _engine(options: argparse.Namespace, placement: Callable[..., str], checkpoint: Checkpoint, longest: int) -> Engine:
+def _engine(options: argparse.Namespace, orchestration: Orchestration, checkpoint: Checkpoint, longest: int) -> Engine:
     """The model on its backend, with blocks for the longest requests unless their number is given."""
+    backend = chosen(options)
     sharding = Sharding(ranks=options.ranks, interleave=options.interleave, block_size=options.block_size)
     width = sharding.blocks(longest + options.drafts)
     shape = StepShape(
@@ -44,17 +45,17 @@ def _engine(options: argparse.Namespace, placement: Callable[..., str], checkpoi
         blocks=options.blocks or options.requests * width,
         block_size=options.block_size,
         table_width=width,
-        dtype=dtype(options, checkpoint.config),
+        dtype=dtype(options, checkpoint.config, backend),
         replicate_query=options.replicate_query,
         quantization=options.quantization,
     )
     runner = Runner.load(
         checkpoint,
-        chosen(options),
+        backend,
         shape=shape,
         mtp=options.drafts > 0,
         interleave=options.interleave,
-        placement=placement,
+        orchestration=orchestration,
         mode=options.mode,
         progress=True,
     )

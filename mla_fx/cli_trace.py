@@ -8,51 +8,54 @@ from torch.utils import _pytree as pytree
 
 from mla_fx import Sharding, backends, plan_batch
 from mla_fx.backends.ascend.emulator import Traced, emulate
-from mla_fx.backends.torch_streams import OnStreams
 from mla_fx.decode import StepShape, attention_avals
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import Aval, InputError, Program
+from mla_fx.effects import Aval, InputError, Program, Record
 from mla_fx.models import ModelConfig
 from mla_fx.parameters import empty_cache
 
 
 def device_trace(options: argparse.Namespace, config: ModelConfig, shape: StepShape, program: Program) -> int:
-    """Run one step on the emulated device and print what ran for rank 0, in the order in which it ran."""
+    """Run one step on the emulated device and print what ran, in the order in which it ran.
+
+    All ranks are in this process and share its streams, so an operator of a launch runs once for each of them.
+    """
     if options.layers is not None:
         raise InputError(f"--device-trace: runs the attention of one layer: got --layers {options.layers}")
     if options.tokens > shape.blocks:
         raise InputError(f"--device-trace: takes at most {shape.blocks} tokens: got --tokens {options.tokens}")
     emulator = emulate(seed=options.seed)
     backend = backends.get("ascend", ranks=options.ranks)
-    run = backend.compile(program)
-    arguments = backend.put(_arguments(config, shape))
+    params, given = _given(config, shape)
+    run = backend.compile(program, backend.prepare(program, params))
+    arguments = backend.put(given)
     run(*arguments)  # the first step makes constants and workspaces
     with emulator.tracing() as trace:
         run(*arguments)
-    assert isinstance(run.body, OnStreams)
-    streams = {stream.npu_stream: name for (rank, name), stream in run.body.streams.items() if rank == 0}
-    events = {event.npu_event: name for (rank, name), event in run.body.events.items() if rank == 0}
-    mine = [task for task in trace if task.stream in streams]
+    device = backend.device
+    streams = {device.stream(name).npu_stream: name for name in program.streams}
+    events = {device.event(e.event).npu_event: e.event for e in program.effects if isinstance(e, Record)}
+    ours = [task for task in trace if task.stream in streams]
     width = max(len(name) for name in streams.values())
-    for task in mine:
+    for task in ours:
         print(f"{streams[task.stream]:<{width}}  {_line(task, events)}")
-    operators = sum(task.kind == "operator" for task in mine)
-    moved = sum(task.bytes_ for task in mine if task.kind in ("to_device", "to_host", "on_device"))
-    print(f"\n{len(mine)} tasks of rank 0: {operators} operators, {moved} bytes copied beside them")
+    operators = sum(task.kind == "operator" for task in ours)
+    moved = sum(task.bytes_ for task in ours if task.kind in ("to_device", "to_host", "on_device"))
+    print(f"\n{len(ours)} tasks of {shape.ranks} ranks: {operators} operators, {moved} bytes copied beside them")
     return 0
 
 
 def _line(task: Traced, events: dict[int, str]) -> str:
     if task.kind in ("record", "wait"):
-        return f"{task.kind} {events.get(task.event, 'meeting of the ranks')}"
+        return f"{task.kind} {events.get(task.event, 'of a buffer that was sent')}"
     if task.kind == "operator":
         shapes = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in task.results)
         return f"{task.name.removeprefix('aclnn')} -> {shapes}    {task.bytes_} bytes"
     return f"{task.kind}    {task.bytes_} bytes"
 
 
-def _arguments(config: ModelConfig, shape: StepShape) -> tuple[object, ...]:
-    """Parameters and hidden states at random, caches of zeros, a history of half a block for every request."""
+def _given(config: ModelConfig, shape: StepShape) -> tuple[list[object], tuple[object, ...]]:
+    """Parameters; and hidden states at random, caches of zeros, a history of half a block for every request."""
     generator, ranks = torch.Generator().manual_seed(0), range(shape.ranks)
 
     def made(aval: Aval) -> torch.Tensor:
@@ -75,4 +78,4 @@ def _arguments(config: ModelConfig, shape: StepShape) -> tuple[object, ...]:
         requests=shape.requests,
         table_width=shape.table_width,
     )
-    return params, caches, [hidden] * shape.ranks, batches
+    return params, (caches, [hidden] * shape.ranks, batches)

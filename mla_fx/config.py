@@ -6,41 +6,10 @@ Names are those of a Hugging Face `config.json`; reading one is for
 
 import math
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 from attrs.validators import optional
 
-from mla_fx.effects import InputError
-
-
-def _positive(instance: object, attribute: "Attribute[int]", value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{attribute.name}: must be an integer of at least 1: got {value!r}")
-
-
-def _not_negative(instance: object, attribute: "Attribute[int]", value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InputError(f"{attribute.name}: must be an integer of at least 0: got {value!r}")
-
-
-def _even(instance: object, attribute: "Attribute[int]", value: int) -> None:
-    _positive(instance, attribute, value)
-    if value % 2:
-        raise InputError(f"{attribute.name}: must be even, for pairs to rotate: got {value}")
-
-
-def _at_least_one(instance: object, attribute: "Attribute[float]", value: float) -> None:
-    if not isinstance(value, int | float) or not 1 <= value < math.inf:
-        raise InputError(f"{attribute.name}: must be a number of at least 1: got {value!r}")
-
-
-def _above_one(instance: object, attribute: "Attribute[float]", value: float) -> None:
-    if not isinstance(value, int | float) or not 1 < value < math.inf:
-        raise InputError(f"{attribute.name}: must be a number above 1: got {value!r}")
-
-
-def _above_zero(instance: object, attribute: "Attribute[float]", value: float) -> None:
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InputError(f"{attribute.name}: must be a number above 0: got {value!r}")
+from mla_fx.effects.validate import InputError, integer, number, one_of
 
 
 @frozen(kw_only=True)
@@ -51,10 +20,10 @@ class Yarn:
     replaces the factor on cosine and sine that would follow from the mscales.
     """
 
-    factor: float = field(validator=_at_least_one)
-    original_max_position_embeddings: int = field(validator=_positive)
-    beta_fast: float = field(default=32.0, validator=_above_zero)
-    beta_slow: float = field(default=1.0, validator=_above_zero)
+    factor: float = field(validator=number(least=1))
+    original_max_position_embeddings: int = field(validator=integer(1))
+    beta_fast: float = field(default=32.0, validator=number(above=0))
+    beta_slow: float = field(default=1.0, validator=number(above=0))
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
     attention_factor: float | None = None
@@ -77,18 +46,18 @@ class MlaConfig:
     0.1352337789
     """
 
-    hidden_size: int = field(validator=_positive)
-    num_attention_heads: int = field(validator=_positive)
-    q_lora_rank: int | None = field(default=None, validator=optional(_positive))
-    kv_lora_rank: int = field(validator=_positive)
-    qk_nope_head_dim: int = field(validator=_positive)
-    qk_rope_head_dim: int = field(validator=_even)
-    v_head_dim: int = field(validator=_positive)
-    rope_theta: float = field(default=10000.0, validator=_above_one)
+    hidden_size: int = field(validator=integer(1))
+    num_attention_heads: int = field(validator=integer(1))
+    q_lora_rank: int | None = field(default=None, validator=optional(integer(1)))
+    kv_lora_rank: int = field(validator=integer(1))
+    qk_nope_head_dim: int = field(validator=integer(1))
+    qk_rope_head_dim: int = field(validator=integer(1, even=True))
+    v_head_dim: int = field(validator=integer(1))
+    rope_theta: float = field(default=10000.0, validator=number(above=1))
     yarn: Yarn | None = None
-    rms_norm_eps: float = field(default=1e-6, validator=_above_zero)
+    rms_norm_eps: float = field(default=1e-6, validator=number(above=0))
     #: Epsilon of `q_a_layernorm` and `kv_a_layernorm`; Hugging Face builds them with 1e-6, not with rms_norm_eps.
-    latent_norm_eps: float = field(default=1e-6, validator=_above_zero)
+    latent_norm_eps: float = field(default=1e-6, validator=number(above=0))
 
     @property
     def qk_head_dim(self) -> int:
@@ -125,24 +94,18 @@ class MoeConfig:
     "group_limited_greedy" (DeepSeek-V2: groups by their best) or "greedy" (V2-Lite: no groups).
     """
 
-    n_routed_experts: int = field(validator=_positive)
-    num_experts_per_tok: int = field(validator=_positive)
-    moe_intermediate_size: int = field(validator=_positive)
-    n_shared_experts: int = field(default=0, validator=_not_negative)
-    n_group: int = field(default=1, validator=_positive)
-    topk_group: int = field(default=1, validator=_positive)
-    topk_method: str = "noaux_tc"
-    scoring_func: str = "sigmoid"
+    n_routed_experts: int = field(validator=integer(1))
+    num_experts_per_tok: int = field(validator=integer(1))
+    moe_intermediate_size: int = field(validator=integer(1))
+    n_shared_experts: int = field(default=0, validator=integer(0))
+    n_group: int = field(default=1, validator=integer(1))
+    topk_group: int = field(default=1, validator=integer(1))
+    topk_method: str = field(default="noaux_tc", validator=one_of("noaux_tc", "group_limited_greedy", "greedy"))
+    scoring_func: str = field(default="sigmoid", validator=one_of("sigmoid", "softmax"))
     norm_topk_prob: bool = True
-    routed_scaling_factor: float = field(default=1.0, validator=_above_zero)
+    routed_scaling_factor: float = field(default=1.0, validator=number(above=0))
 
     def __attrs_post_init__(self) -> None:
-        for name, known in (
-            ("topk_method", ("noaux_tc", "group_limited_greedy", "greedy")),
-            ("scoring_func", ("sigmoid", "softmax")),
-        ):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name}: must be one of {', '.join(known)}: got {getattr(self, name)!r}")
         experts, groups = self.n_routed_experts, self.groups
         if experts % groups:
             raise InputError(f"n_group: must divide n_routed_experts, {experts}: got {groups}")

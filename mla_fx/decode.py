@@ -5,14 +5,16 @@ step of it (`attention_step`) only names the inputs and says their shapes.
 `mla_fx.models` stacks layers to a model.
 """
 
+from typing import Any
+
 from attrs import field, frozen
-from attrs.validators import in_, optional
 
 from mla_fx.attention import current_attention, history_attention, write_cache
 from mla_fx.batch import Batch
 from mla_fx.config import MlaConfig
-from mla_fx.effects import Aval, InputError, Step, Value, arguments
+from mla_fx.effects import Aval, Group, InputError, Step, Value, on_host, parameters, scope, staged, trace
 from mla_fx.effects.aval import FLOATS, wide_dtype
+from mla_fx.effects.validate import boolean, integer, one_of
 from mla_fx.exchange import all_reduce, all_to_all, combine, gather_heads, local_heads
 from mla_fx.parameters import AttentionParams, Cache, Quantized, QueryLora, QueryPlain
 from mla_fx.projections import absorb_query, linear, rms_norm, rope, rope_angles, v_up
@@ -30,22 +32,30 @@ class StepShape:
     `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate, embedding and head.
     """
 
-    ranks: int = 1
-    tokens: int = 1
-    requests: int = 1
-    blocks: int = 16
-    block_size: int = 128
-    table_width: int = 16
-    dtype: str = field(default="bf16", validator=in_(FLOATS))
-    replicate_query: bool = False
-    quantization: str | None = field(default=None, validator=optional(in_(QUANTIZATIONS)))
+    ranks: int = field(default=1, validator=integer(1))
+    tokens: int = field(default=1, validator=integer(0))
+    requests: int = field(default=1, validator=integer(1))
+    blocks: int = field(default=16, validator=integer(1))
+    block_size: int = field(default=128, validator=integer(1))
+    table_width: int = field(default=16, validator=integer(1))
+    dtype: str = field(default="bf16", validator=one_of(*FLOATS))
+    replicate_query: bool = field(default=False, validator=boolean)
+    quantization: str | None = field(default=None, validator=one_of(None, *QUANTIZATIONS))
 
-    def __attrs_post_init__(self) -> None:
-        for name in ("ranks", "tokens", "requests", "blocks", "block_size", "table_width"):
-            if not isinstance(value := getattr(self, name), int) or value < (0 if name == "tokens" else 1):
-                raise InputError(
-                    f"{name}: must be an integer of at least {0 if name == 'tokens' else 1}: got {value!r}"
-                )
+    @property
+    def tp(self) -> Group:
+        """Tensor parallelism: who shares heads, columns and rows of the vocabulary."""
+        return Group("tp", self.ranks)
+
+    @property
+    def dcp(self) -> Group:
+        """Decode context parallelism: who shares the sequence."""
+        return Group("dcp", self.ranks)
+
+    @property
+    def ep(self) -> Group:
+        """Expert parallelism: who shares the routed experts."""
+        return Group("ep", self.ranks)
 
 
 def mla_attention(
@@ -59,25 +69,26 @@ def mla_attention(
     shape: StepShape,
 ) -> tuple[Value, Cache[Value]]:
     """The attention of one layer: normed hidden states `x` [T, D] -> [T, D] and the next version of the cache."""
-    ranks, heads, scale = shape.ranks, params.w_uk.aval.shape[0], config.softmax_scale
+    heads, scale = params.w_uk.aval.shape[0], config.softmax_scale
+    with scope("query"):
+        q = query(x, params.query, epsilon=config.latent_norm_eps)
+        q_latent = absorb_query(q, params.w_uk, rope=config.qk_rope_head_dim)
+        q_rope = rope(q, *angles, heads=heads, name="q_rope")
 
-    q = query(x, params.query, epsilon=config.latent_norm_eps)
-    q_latent = absorb_query(q, params.w_uk, rope=config.qk_rope_head_dim)
-    q_rope = rope(q, *angles, heads=heads, name="q_rope")
-
-    kv = linear(x, params.kv_a_proj, name="kv")
-    latent = rms_norm(kv, params.kv_a_layernorm, epsilon=config.latent_norm_eps, name="latent")
-    k_rope = rope(kv, *angles, name="k_rope")
-    cache = write_cache(cache, latent, k_rope, batch.slots)
+    with scope("keys"):
+        kv = linear(x, params.kv_a_proj, name="kv")
+        latent = rms_norm(kv, params.kv_a_layernorm, epsilon=config.latent_norm_eps, name="latent")
+        k_rope = rope(kv, *angles, name="k_rope")
+        cache = write_cache(cache, latent, k_rope, batch.slots)
 
     q_all, q_own = spread_heads(q_latent, q_rope, shape=shape)
     hist, hist_lse = history_attention(
         *q_all, cache, batch.block_table, batch.query_lengths, batch.history_lengths, scale=scale
     )
     cur, cur_lse = current_attention(*q_own, latent, k_rope, batch.query_lengths, scale=scale)
-    recv = all_to_all(hist, hist_lse, ranks=ranks)
-    attn = combine(recv, cur, cur_lse)
-    return all_reduce(linear(v_up(attn, params.w_uv), params.o_proj, name="part")), cache
+    attn = combine(*all_to_all(hist, hist_lse, group=shape.dcp), cur, cur_lse)
+    part = linear(v_up(attn, params.w_uv), params.o_proj, name="part")
+    return all_reduce(part, group=shape.tp), cache
 
 
 def query(x: Value, params: QueryLora[Value] | QueryPlain[Value], *, epsilon: float) -> Value:
@@ -94,25 +105,31 @@ def spread_heads(
     """Queries for history (all heads) and for the current part (own heads), by gathering or by slicing."""
     if shape.replicate_query:
         own = (
-            local_heads(q_latent, ranks=shape.ranks, name="q_latent_own"),
-            local_heads(q_rope, ranks=shape.ranks, name="q_rope_own"),
+            local_heads(q_latent, group=shape.dcp, name="q_latent_own"),
+            local_heads(q_rope, group=shape.dcp, name="q_rope_own"),
         )
         return (q_latent, q_rope), own
-    return gather_heads(q_latent, q_rope, ranks=shape.ranks), (q_latent, q_rope)
+    return gather_heads(q_latent, q_rope, group=shape.dcp), (q_latent, q_rope)
 
 
 def attention_step(config: MlaConfig, shape: StepShape) -> Step:
     """The attention of one layer as a step: `(params, cache, hidden, batch) -> (out, cache)`."""
-    inputs = arguments(
-        params=attention_avals(config, shape),
+
+    def attention(
+        params: AttentionParams[Value], cache: Cache[Value], hidden: Value, batch: Batch[Value, Value]
+    ) -> tuple[Value, Cache[Value]]:
+        angles = rope_angles(batch.positions, hidden, config=config)
+        with scope("attention"):
+            return mla_attention(hidden, params, cache, angles, batch, config=config, shape=shape)
+
+    return trace(
+        attention,
+        step_title("attention_step", config, shape),
+        params=parameters(attention_avals(config, shape)),
         cache=cache_avals(config, shape),
         hidden=Aval((shape.tokens, config.hidden_size), shape.dtype),
         batch=batch_avals(shape),
     )
-    hidden, batch = inputs["hidden"], inputs["batch"]
-    angles = rope_angles(batch.positions, hidden, config=config)
-    outputs = mla_attention(hidden, inputs["params"], inputs["cache"], angles, batch, config=config, shape=shape)
-    return Step(step_title("attention_step", config, shape), inputs, outputs)
 
 
 # --- shapes of the inputs ----------------------------------------------------
@@ -160,14 +177,15 @@ def cache_avals(config: MlaConfig, shape: StepShape) -> Cache[Aval]:
     return Cache(Aval((*rows, config.kv_lora_rank), shape.dtype), Aval((*rows, config.qk_rope_head_dim), shape.dtype))
 
 
-def batch_avals(shape: StepShape) -> Batch[Aval, Aval]:
-    """Shapes of what changes at every step."""
+def batch_avals(shape: StepShape) -> Batch[Any, Any]:
+    """Shapes of what changes at every step: it comes on the host, and lengths stay there."""
+    lengths = on_host(Aval((shape.requests,), "int64"))
     return Batch(
-        positions=Aval((shape.tokens,), "int64"),
-        slots=Aval((shape.tokens,), "int64"),
-        block_table=Aval((shape.requests, shape.table_width), "int32"),
-        query_lengths=Aval((shape.requests,), "host"),
-        history_lengths=Aval((shape.requests,), "host"),
+        positions=staged(Aval((shape.tokens,), "int64")),
+        slots=staged(Aval((shape.tokens,), "int64")),
+        block_table=staged(Aval((shape.requests, shape.table_width), "int32")),
+        query_lengths=lengths,
+        history_lengths=lengths,
     )
 
 

@@ -1,11 +1,11 @@
 """The feed-forward half of a decoder layer: one network, or routed and shared experts.
 
-Descriptors in, descriptors out; formulas are with the ops.  What a rank gives
+Values in, values out; formulas are with the ops.  What a rank gives
 is its part of a sum over the ranks.
 """
 
 from mla_fx.config import MoeConfig
-from mla_fx.effects import Value, bind, ops
+from mla_fx.effects import Group, Value, bind, ops
 from mla_fx.parameters import MlpParams, MoeParams, Quantized
 from mla_fx.projections import add, linear, swiglu
 
@@ -15,11 +15,10 @@ def mlp(x: Value, params: MlpParams[Value], *, name: str = "part") -> Value:
     return linear(swiglu(linear(x, params.gate_up_proj, name="gate_up"), name="act"), params.down_proj, name=name)
 
 
-def moe(x: Value, params: MoeParams[Value], *, config: MoeConfig, ranks: int) -> Value:
+def moe(x: Value, params: MoeParams[Value], *, config: MoeConfig, group: Group) -> Value:
     """This rank's experts, for the tokens that chose them, and its columns of the shared ones: [T, D] -> [T, D]."""
     weights, experts = gating(gate_logits(x, params.gate), params.e_score_correction_bias, config=config)
-    own = -(-config.n_routed_experts // ranks)
-    rows, counts, source = permute_tokens(x, experts, own=own, ranks=ranks)
+    rows, counts, source = permute_tokens(x, experts, own=group.share(config.n_routed_experts), group=group)
     rows = swiglu(grouped_linear(rows, params.gate_up_proj, counts, name="gate_up"), name="act")
     rows = grouped_linear(rows, params.down_proj, counts, name="rows")
     routed = unpermute_tokens(rows, source, weights)
@@ -48,12 +47,12 @@ def gating(logits: Value, bias: Value, *, config: MoeConfig) -> tuple[Value, Val
     return weights, experts
 
 
-def permute_tokens(x: Value, experts: Value, *, own: int, ranks: int) -> tuple[Value, Value, Value]:
+def permute_tokens(x: Value, experts: Value, *, own: int, group: Group) -> tuple[Value, Value, Value]:
     """Tokens of this rank's experts, expert after expert: rows [T U, D], counts [Y], source [T, U].
 
     See `ops.PermuteTokens`.
     """
-    rows, counts, source = bind(ops.PermuteTokens(own, ranks), x, experts)
+    rows, counts, source = bind(ops.PermuteTokens(own, group), x, experts)
     return rows, counts, source
 
 

@@ -1,17 +1,17 @@
 """Per-token functions: embedding, projections, norms, rotation.
 
-Descriptors in, descriptors out; formulas are with the ops.
+Values in, values out; formulas are with the ops.
 """
 
 from mla_fx.config import MlaConfig
-from mla_fx.effects import Value, bind, ops
+from mla_fx.effects import Group, Value, bind, ops
 from mla_fx.parameters import Quantized
 from mla_fx.rope import frequencies
 
 
-def embedding(tokens: Value, table: Value, *, vocabulary: int, ranks: int) -> Value:
+def embedding(tokens: Value, table: Value, *, vocabulary: int, group: Group) -> Value:
     """This rank's part of the embeddings: `tokens` int64 [T], `table` [A, D] -> [T, D].  See `ops.Embedding`."""
-    return bind(ops.Embedding(vocabulary, ranks), tokens, table, names=("part",))[0]
+    return bind(ops.Embedding(vocabulary, group), tokens, table, names=("part",))[0]
 
 
 def take_rows(x: Value, rows: Value, *, name: str = "out") -> Value:

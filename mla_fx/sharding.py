@@ -16,9 +16,9 @@ Source: vLLM's `cp_kv_cache_interleave_size` and its slot mapping.
 from collections.abc import Sequence
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects import InputError
+from mla_fx.effects.validate import InputError, integer
 
 
 @frozen(kw_only=True)
@@ -29,15 +29,11 @@ class Sharding:
     (4, 1)
     """
 
-    ranks: int = 1
-    interleave: int = 1
-    block_size: int = 128
+    ranks: int = field(default=1, validator=integer(1))
+    interleave: int = field(default=1, validator=integer(1))
+    block_size: int = field(default=128, validator=integer(1))
 
     def __attrs_post_init__(self) -> None:
-        for name in ("ranks", "interleave", "block_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name}: must be an integer of at least 1: got {value!r}")
         if self.block_size % self.interleave:
             raise InputError(f"interleave: must divide block_size, {self.block_size}: got {self.interleave}")
 

@@ -3,7 +3,8 @@
     from mla_fx.testing import backend  # noqa: F401
 
     def test_mine(backend):
-        run = backend(ranks=4).compile(program)
+        made = backend(ranks=4)
+        run = made.compile(program, made.prepare(program, params))
 
 runs the test on `reference`, on `cpu`, and on `cpu` under the hostile machine;
 `@pytest.mark.parametrize("backend", ["cpu"], indirect=True)` chooses one, and
@@ -12,7 +13,7 @@ emulated CANN, whose streams are interleaved by the seed.
 Needs pytest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,19 +45,25 @@ def backend(request: pytest.FixtureRequest) -> Callable[..., Backend]:
 
 
 def assert_runs_alike(
-    program: Program, *arguments: Any, ranks: int, seeds: int = 8, rtol: float = 1e-2, atol: float = 1e-2
+    program: Program,
+    *arguments: Any,
+    params: Sequence[Any] = (),
+    ranks: int,
+    seeds: int = 8,
+    rtol: float = 1e-2,
+    atol: float = 1e-2,
 ) -> None:
     """Run one step on `reference`, `cpu` and the hostile machine, and compare all outputs.
 
-    `cpu` must agree with `reference` within the tolerances, and the hostile
-    machine with `cpu` bit for bit under each of `seeds` seeds.  The arguments
-    are those of the compiled program, in the program's dtype; they are copied,
-    so states stay as they are.  Raises `AssertionError`.
+    `cpu` must agree with `reference` within the tolerances, and the hostile machine with `cpu` bit for bit under each
+    of `seeds` seeds.  `params` has the parameters of each rank, `arguments` are those of the compiled program, both
+    in the program's dtype; arguments are copied, so states stay as they are.  Raises `AssertionError`.
     """
+    given = [params] if any(put.role == "parameter" for put in program.inputs) else []
 
     def outputs(chosen: Backend) -> list[Any]:
-        results = chosen.compile(program)(*chosen.put(arguments, copy=True))
-        return pytree.tree_leaves(results)
+        run = chosen.compile(program, chosen.prepare(program, *given))
+        return pytree.tree_leaves(run(*chosen.put(arguments, copy=True)))
 
     plain, exact = outputs(backends.get("cpu", ranks=ranks)), outputs(backends.get("reference", ranks=ranks))
     for ours, right in zip(plain, exact, strict=True):

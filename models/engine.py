@@ -153,6 +153,9 @@ class Engine:
             raise InputError(f"temperature: must be 0 with drafts, which are verified greedily: got {self.temperature}")
         self.blocks = BlockManager(self.runner.sharding, shape.blocks)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an engine has caches and executables of its process, and cannot be pickled or copied: make one")
+
     @property
     def busy(self) -> bool:
         """Whether a request is running or waiting."""

@@ -17,30 +17,39 @@ from mla_fx import orchestrations
 from mla_fx.batch import Planned, plan_batch
 from mla_fx.decode import StepShape
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import InputError, Program, Step, schedule
-from mla_fx.effects.schedule import Mode, Placement
+from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, schedule
+from mla_fx.effects.schedule import Mode
 from mla_fx.models.checkpoint import Checkpoint
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
-from mla_fx.models.parameters import ModelParams, MtpParams
 from mla_fx.models.stack import model_step, mtp_step
 from mla_fx.parameters import empty_cache
 from mla_fx.sharding import Sharding
 
 
-class Machine(Protocol):
+class Interpreter(Protocol):
     """What runs programs; `mla_fx.backends.get` gives one."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of the group, all in this process."""
+        """Ranks of a program."""
+
+    @property
+    def here(self) -> range:
+        """The ranks that this process runs: what they are given, and give, is in lists with an entry for each."""
 
     @property
     def dtype(self) -> str | None:
         """The floating dtype that replaces a program's, or None."""
 
-    def compile(self, program: Program) -> Callable[..., Any]:
-        """A program as a function of its arguments, each a list over the ranks."""
+    def lower(self, step: Step) -> Step:
+        """A step into one that makes use of what the backend has operators for."""
+
+    def prepare(self, described: Step, *arguments: Any) -> Any:
+        """The parameters of a step, checked and placed, for any number of programs with the same."""
+
+    def compile(self, program: Program, prepared: Any) -> Callable[..., Any]:
+        """A program as a function of its arguments, all but the parameters."""
 
     def put(self, tree: Any) -> Any:
         """A pytree of tensors as the backend takes it."""
@@ -57,20 +66,20 @@ class Piece:
 
 @define(kw_only=True, eq=False)
 class Runner:
-    """Runs a model's steps.  `params` and, for drafts, `mtp` have an entry a rank.
+    """Runs a model's steps.  `params` and, for drafts, `mtp` have an entry for each rank here; they are prepared once.
 
     `shape` says ranks, dtype, blocks, block size, table width and the number of requests; its tokens do not matter.
     `interleave` is that of the sharding.
     """
 
     config: ModelConfig
-    machine: Machine
+    backend: Interpreter
     shape: StepShape
-    params: list[ModelParams[torch.Tensor]]
-    mtp: list[MtpParams[torch.Tensor]] | None = None
+    params: Any  # of `ModelParams`, until they are prepared
+    mtp: Any = None  # of `MtpParams`
     interleave: int = 1
-    placement: Placement = orchestrations.attention_aside
-    prefill_placement: Placement = orchestrations.serial
+    orchestration: Orchestration | Callable[[Equation], str] = orchestrations.attention_aside
+    prefill_orchestration: Orchestration | Callable[[Equation], str] = orchestrations.serial
     mode: Mode = "minimal"
     #: How sequences lie over ranks and blocks.
     sharding: Sharding = field(init=False)
@@ -79,29 +88,26 @@ class Runner:
     mtp_caches: list[Any] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        _agree(self.machine, self.shape)
-        for name, of_ranks in (("params", self.params), ("mtp", self.mtp)):
-            if of_ranks is not None and len(of_ranks) != self.shape.ranks:
-                raise InputError(
-                    f"{name}: must have an entry for each of {self.shape.ranks} ranks: got {len(of_ranks)}"
-                )
+        _agree(self.backend, self.shape)
         self.sharding = Sharding(ranks=self.shape.ranks, interleave=self.interleave, block_size=self.shape.block_size)
-        self.params, self.mtp = self.machine.put((self.params, self.mtp))
-        self.caches = [self._cache(self.config.num_hidden_layers) for _ in range(self.shape.ranks)]
-        self.mtp_caches = [self._cache(1)[0] for _ in range(self.shape.ranks if self.mtp else 0)]
+        self.params = self.backend.prepare(model_step(self.config, self.shape), self.params)
+        if self.mtp is not None:
+            self.mtp = self.backend.prepare(mtp_step(self.config, self.shape, given=1, rows=1), self.mtp)
+        self.caches = [self._cache(self.config.num_hidden_layers) for _ in self.backend.here]
+        self.mtp_caches = [self._cache(1)[0] for _ in self.backend.here if self.mtp is not None]
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, machine: Machine, *, shape: StepShape, mtp: bool = False, **options: Any
+        cls, checkpoint: Checkpoint, backend: Interpreter, *, shape: StepShape, mtp: bool = False, **options: Any
     ) -> "Runner":
-        """Read every rank's part of a checkpoint, in the dtype and quantisation of `shape`.
+        """Read the parts of a checkpoint that the ranks here need, in the dtype and quantisation of `shape`.
 
         `mtp`: with the prediction module.  Further options are fields of the runner, and `progress` for a bar.
         """
-        _agree(machine, shape)  # before anything is read
+        _agree(backend, shape)  # before anything is read
         progress = options.pop("progress", False)
         params, modules = [], []
-        for rank in range(shape.ranks):
+        for rank in backend.here:
             loader = Loader(
                 checkpoint=checkpoint,
                 rank=rank,
@@ -115,7 +121,7 @@ class Runner:
             if mtp:
                 modules.append(loader.mtp(params[-1]))
         return cls(
-            config=checkpoint.config, machine=machine, shape=shape, params=params, mtp=modules or None, **options
+            config=checkpoint.config, backend=backend, shape=shape, params=params, mtp=modules or None, **options
         )
 
     def forward(self, pieces: Sequence[Piece], rows: Sequence[int], *, filling: bool) -> tuple[torch.Tensor, Any]:
@@ -124,14 +130,15 @@ class Runner:
         `filling` says that the step fills in a prompt.
         """
         tokens, padded, batches = self._batches(pieces)
-        wanted = self._integers(rows, round_up(len(rows)))
+        wanted = _integers(rows, round_up(len(rows)))
         run = self._program(
             ("model", padded, len(wanted), filling),
             lambda: model_step(self.config, evolve(self.shape, tokens=padded), rows=len(wanted), hidden=True),
+            self.params,
             filling,
         )
-        ids = self._integers(tokens, padded)
-        logits, hidden, self.caches = run(self.params, self.caches, self._all(ids), batches, self._all(wanted))
+        ids = _integers(tokens, padded)
+        logits, hidden, self.caches = run(self.caches, self._all(ids), batches, self._all(wanted))
         return logits[0][: len(rows)], hidden
 
     def predict(
@@ -145,16 +152,17 @@ class Runner:
         if self.mtp is None:
             raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
         tokens, padded, batches = self._batches(pieces)
-        wanted = self._integers(rows, round_up(len(rows)))
+        wanted = _integers(rows, round_up(len(rows)))
         given = hidden[0].shape[0]
         run = self._program(
             ("mtp", padded, len(wanted), given, filling),
             lambda: mtp_step(self.config, evolve(self.shape, tokens=padded), given=given, rows=len(wanted)),
+            self.mtp,
             filling,
         )
-        ids, taken = self._integers(tokens, padded), self._integers(sources, padded)
+        ids, taken = _integers(tokens, padded), _integers(sources, padded)
         logits, after, self.mtp_caches = run(
-            self.mtp, self.mtp_caches, self._all(ids), hidden, self._all(taken), batches, self._all(wanted)
+            self.mtp_caches, self._all(ids), hidden, self._all(taken), batches, self._all(wanted)
         )
         return logits[0][: len(rows)], after
 
@@ -171,12 +179,15 @@ class Runner:
             requests=self.shape.requests,
             table_width=self.shape.table_width,
         )
-        return tokens, padded, batches
+        return tokens, padded, [batches[rank] for rank in self.backend.here]
 
-    def _program(self, key: tuple[Any, ...], step: Callable[[], Step], filling: bool) -> Callable[..., Any]:
+    def _program(
+        self, key: tuple[Any, ...], step: Callable[[], Step], params: Any, filling: bool
+    ) -> Callable[..., Any]:
         if key not in self.programs:
-            placement = self.prefill_placement if filling else self.placement
-            self.programs[key] = self.machine.compile(schedule(step(), placement, mode=self.mode))
+            chosen = self.prefill_orchestration if filling else self.orchestration
+            program = schedule(self.backend.lower(step()), chosen, mode=self.mode)
+            self.programs[key] = self.backend.compile(program, params)
         return self.programs[key]
 
     def _cache(self, layers: int) -> Any:
@@ -185,23 +196,23 @@ class Runner:
             self.config.attention,
             blocks=shape.blocks,
             block_size=shape.block_size,
-            dtype=DTYPES[self.machine.dtype or shape.dtype],
+            dtype=DTYPES[self.backend.dtype or shape.dtype],
             layers=layers,
         )
-        return self.machine.put(caches)
-
-    def _integers(self, values: Sequence[int], size: int) -> torch.Tensor:
-        padded = torch.tensor([*values, *[0] * (size - len(values))], dtype=torch.int64)
-        moved: torch.Tensor = self.machine.put(padded)
-        return moved
+        return self.backend.put(caches)
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor] * self.shape.ranks
+        return [tensor for _ in self.backend.here]
 
 
-def _agree(machine: Machine, shape: StepShape) -> None:
-    if machine.ranks != shape.ranks:
-        raise InputError(f"ranks: must be those of the backend, {machine.ranks}: got {shape.ranks} in the shape")
+def _integers(values: Sequence[int], size: int) -> torch.Tensor:
+    """On the host, from where a step sends them."""
+    return torch.tensor([*values, *[0] * (size - len(values))], dtype=torch.int64)
+
+
+def _agree(backend: Interpreter, shape: StepShape) -> None:
+    if backend.ranks != shape.ranks:
+        raise InputError(f"ranks: must be those of the backend, {backend.ranks}: got {shape.ranks} in the shape")
 
 
 def round_up(count: int) -> int:

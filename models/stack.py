@@ -1,4 +1,4 @@
-"""A DeepSeek model as pure functions on descriptors: decoder layer, stack, head, and the prediction module.
+"""A DeepSeek model as pure functions on values: decoder layer, stack, head, and the prediction module.
 
 `decoder_layer` is the whole of a layer; read it first.  `model_step` and
 `mtp_step` name the inputs, say their shapes, and give a step that any
@@ -12,7 +12,7 @@ from typing import Any
 
 from mla_fx.batch import Batch
 from mla_fx.decode import StepShape, batch_avals, cache_avals, mla_attention, step_title
-from mla_fx.effects import Aval, Step, Value, arguments
+from mla_fx.effects import Aval, Group, Step, Value, parameters, scope, staged, trace
 from mla_fx.exchange import all_gather, all_reduce
 from mla_fx.feed_forward import mlp, moe
 from mla_fx.models.config import ModelConfig
@@ -34,26 +34,31 @@ def decoder_layer(
     """Attention and feed-forward, each with a norm before and the residual around it: `hidden` [T, D] -> [T, D]."""
     epsilon = config.attention.rms_norm_eps
     x = rms_norm(hidden, params.input_layernorm, epsilon=epsilon, name="x")
-    out, cache = mla_attention(x, params.attention, cache, angles, batch, config=config.attention, shape=shape)
+    with scope("attention"):
+        out, cache = mla_attention(x, params.attention, cache, angles, batch, config=config.attention, shape=shape)
     hidden = add(hidden, out, name="h")
     x = rms_norm(hidden, params.post_attention_layernorm, epsilon=epsilon, name="x")
-    if isinstance(params.feed_forward, MoeParams):
-        assert config.moe is not None
-        part = moe(x, params.feed_forward, config=config.moe, ranks=shape.ranks)
-    else:
-        part = mlp(x, params.feed_forward)
-    return add(hidden, all_reduce(part), name="h"), cache
+    with scope("feed_forward"):
+        if isinstance(params.feed_forward, MoeParams):
+            assert config.moe is not None
+            part = moe(x, params.feed_forward, config=config.moe, group=shape.ep)
+        else:
+            part = mlp(x, params.feed_forward)
+        out = all_reduce(part, group=shape.tp)
+    return add(hidden, out, name="h"), cache
 
 
-def embed(tokens: Value, table: Value, *, config: ModelConfig, ranks: int) -> Value:
+def embed(tokens: Value, table: Value, *, config: ModelConfig, group: Group) -> Value:
     """`tokens` int64 [T] -> [T, D], summed over the ranks' rows of the vocabulary; -1 gives zeros."""
-    return all_reduce(embedding(tokens, table, vocabulary=config.vocab_size, ranks=ranks), name="embedded")
+    part = embedding(tokens, table, vocabulary=config.vocab_size, group=group)
+    return all_reduce(part, group=group, name="embedded")
 
 
-def head(hidden: Value, weight: Value, *, config: ModelConfig, ranks: int) -> Value:
+def head(hidden: Value, weight: Value, *, config: ModelConfig, group: Group) -> Value:
     """Normed hidden states [O, D] -> logits [O, vocabulary], each rank giving its rows of the vocabulary."""
-    part = linear(hidden, weight, name="part")
-    return all_gather(part, features=config.vocab_size, ranks=ranks, name="logits")
+    with scope("head"):
+        part = linear(hidden, weight, name="part")
+        return all_gather(part, features=config.vocab_size, group=group, name="logits")
 
 
 def model_step(config: ModelConfig, shape: StepShape, *, rows: int | None = None, hidden: bool = False) -> Step:
@@ -63,25 +68,31 @@ def model_step(config: ModelConfig, shape: StepShape, *, rows: int | None = None
     With `rows`, an argument `rows` int64 [rows] follows and logits are of these tokens only.  With `hidden`, the
     normed hidden states [T, D] of all tokens come between: `(logits, hidden, cache)`.
     """
-    trees: dict[str, Any] = {
-        "params": model_avals(config, shape),
-        "cache": [cache_avals(config.attention, shape) for _ in range(config.num_hidden_layers)],
-        "tokens": Aval((shape.tokens,), "int64"),
-        "batch": batch_avals(shape),
-    }
-    if rows is not None:
-        trees["rows"] = Aval((rows,), "int64")
-    inputs = arguments(**trees)
-    params: ModelParams[Value] = inputs["params"]
-    batch: Batch[Value, Value] = inputs["batch"]
-    h = embed(inputs["tokens"], params.embed_tokens, config=config, ranks=shape.ranks)
-    angles = rope_angles(batch.positions, h, config=config.attention)
-    h, caches = decoder_stack(h, params.layers, inputs["cache"], angles, batch, config=config, shape=shape)
-    normed = rms_norm(h, params.norm, epsilon=config.attention.rms_norm_eps, name="normed")
-    last = normed if rows is None else take_rows(normed, inputs["rows"], name="last")
-    logits = head(last, params.lm_head, config=config, ranks=shape.ranks)
-    title = step_title(f"model_step {config.num_hidden_layers} layers", config.attention, shape)
-    return Step(title, inputs, (logits, normed, caches) if hidden else (logits, caches))
+
+    def model(
+        params: ModelParams[Value],
+        cache: Sequence[Cache[Value]],
+        tokens: Value,
+        batch: Batch[Value, Value],
+        rows: Value | None = None,
+    ) -> Any:
+        h = embed(tokens, params.embed_tokens, config=config, group=shape.tp)
+        angles = rope_angles(batch.positions, h, config=config.attention)
+        h, caches = decoder_stack(h, params.layers, cache, angles, batch, config=config, shape=shape)
+        normed = rms_norm(h, params.norm, epsilon=config.attention.rms_norm_eps, name="normed")
+        last = normed if rows is None else take_rows(normed, rows, name="last")
+        logits = head(last, params.lm_head, config=config, group=shape.tp)
+        return (logits, normed, caches) if hidden else (logits, caches)
+
+    return trace(
+        model,
+        step_title(f"model_step {config.num_hidden_layers} layers", config.attention, shape),
+        params=parameters(model_avals(config, shape)),
+        cache=[cache_avals(config.attention, shape) for _ in range(config.num_hidden_layers)],
+        tokens=staged(Aval((shape.tokens,), "int64")),
+        batch=batch_avals(shape),
+        **({} if rows is None else {"rows": staged(Aval((rows,), "int64"))}),
+    )
 
 
 def decoder_stack(
@@ -96,8 +107,9 @@ def decoder_stack(
 ) -> tuple[Value, list[Cache[Value]]]:
     """Layer after layer: `hidden` [T, D] -> [T, D] and the next versions of all caches."""
     written: list[Cache[Value]] = []
-    for params, cache in zip(layers, caches, strict=True):
-        hidden, cache = decoder_layer(hidden, params, cache, angles, batch, config=config, shape=shape)
+    for number, (params, cache) in enumerate(zip(layers, caches, strict=True)):
+        with scope(f"layers.{number}"):
+            hidden, cache = decoder_layer(hidden, params, cache, angles, batch, config=config, shape=shape)
         written.append(cache)
     return hidden, written
 
@@ -114,27 +126,38 @@ def mtp_step(config: ModelConfig, shape: StepShape, *, given: int, rows: int) ->
     norm; the hidden states returned, before the norm of the head, feed the next prediction.  `rows` as in `model_step`.
     Position 0 has the embedding zero (token -1), as in vLLM.  Source: DeepSeek-V3, section 2.2.
     """
-    c, ranks = config.attention, shape.ranks
-    inputs = arguments(
-        params=mtp_avals(config, shape),
+    c = config.attention
+
+    def mtp(
+        params: MtpParams[Value],
+        cache: Cache[Value],
+        tokens: Value,
+        hidden: Value,
+        sources: Value,
+        batch: Batch[Value, Value],
+        rows: Value,
+    ) -> Any:
+        embedded = embed(tokens, params.embed_tokens, config=config, group=shape.tp)
+        embedded = rms_norm(embedded, params.enorm, epsilon=c.rms_norm_eps, name="e")
+        before = take_rows(hidden, sources, name="before")
+        before = rms_norm(before, params.hnorm, epsilon=c.rms_norm_eps, name="h")
+        # One product over the concatenation is the sum of a product over each half.
+        halves = [linear(x, weight, name="half") for x, weight in zip((embedded, before), params.eh_proj, strict=True)]
+        h = all_gather(add(*halves, name="part"), features=c.hidden_size, group=shape.tp, name="x")
+        angles = rope_angles(batch.positions, h, config=c)
+        with scope(f"layers.{config.num_hidden_layers}"):
+            h, cache = decoder_layer(h, params.layer, cache, angles, batch, config=config, shape=shape)
+        normed = rms_norm(take_rows(h, rows, name="last"), params.norm, epsilon=c.rms_norm_eps, name="normed")
+        return head(normed, params.lm_head, config=config, group=shape.tp), h, cache
+
+    return trace(
+        mtp,
+        step_title("mtp_step", c, shape),
+        params=parameters(mtp_avals(config, shape)),
         cache=cache_avals(c, shape),
-        tokens=Aval((shape.tokens,), "int64"),
+        tokens=staged(Aval((shape.tokens,), "int64")),
         hidden=Aval((given, c.hidden_size), shape.dtype),
-        sources=Aval((shape.tokens,), "int64"),
+        sources=staged(Aval((shape.tokens,), "int64")),
         batch=batch_avals(shape),
-        rows=Aval((rows,), "int64"),
+        rows=staged(Aval((rows,), "int64")),
     )
-    params: MtpParams[Value] = inputs["params"]
-    batch: Batch[Value, Value] = inputs["batch"]
-    embedded = embed(inputs["tokens"], params.embed_tokens, config=config, ranks=ranks)
-    embedded = rms_norm(embedded, params.enorm, epsilon=c.rms_norm_eps, name="e")
-    before = take_rows(inputs["hidden"], inputs["sources"], name="before")
-    before = rms_norm(before, params.hnorm, epsilon=c.rms_norm_eps, name="h")
-    # One product over the concatenation is the sum of a product over each half.
-    halves = [linear(x, weight, name="half") for x, weight in zip((embedded, before), params.eh_proj, strict=True)]
-    h = all_gather(add(*halves, name="part"), features=c.hidden_size, ranks=ranks, name="x")
-    angles = rope_angles(batch.positions, h, config=c)
-    h, cache = decoder_layer(h, params.layer, inputs["cache"], angles, batch, config=config, shape=shape)
-    normed = rms_norm(take_rows(h, inputs["rows"], name="last"), params.norm, epsilon=c.rms_norm_eps, name="normed")
-    logits = head(normed, params.lm_head, config=config, ranks=ranks)
-    return Step(step_title("mtp_step", c, shape), inputs, (logits, h, cache))

@@ -9,8 +9,8 @@ import torch
 from attrs import frozen
 
 from mla_fx import Sharding, StepShape, plan_batch
-from mla_fx.backends.inputs import DTYPES
 from mla_fx.batch import Planned
+from mla_fx.dtypes import DTYPES
 from mla_fx.parameters import Cache
 from tests.oracles import owner_by_walking
 
@@ -61,7 +61,7 @@ class Sequences:
     q_rope: torch.Tensor  # [T, H, R]
     latents: list[torch.Tensor]  # per request [S, L]
     ropes: list[torch.Tensor]  # per request [S, R]
-    caches: list[Cache]  # per rank
+    caches: list[Cache[torch.Tensor]]  # per rank
     batches: list[Planned]  # per rank
 
     def new(self, rows: list[torch.Tensor]) -> torch.Tensor:

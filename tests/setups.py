@@ -9,9 +9,10 @@ import torch
 from attrs import frozen
 
 from mla_fx import MlaConfig, MoeConfig, Sharding, StepShape, Yarn, attention_step, plan_batch
-from mla_fx.backends.inputs import DTYPES
+from mla_fx.backends import Backend, Executable
 from mla_fx.batch import Planned
-from mla_fx.effects import Step
+from mla_fx.dtypes import DTYPES
+from mla_fx.effects import Program, Step
 from mla_fx.models import Checkpoint, Loader, ModelConfig, model_step, write_checkpoint
 from mla_fx.parameters import Cache, random_attention, shard_attention
 
@@ -116,7 +117,7 @@ class Setup:
         """Per rank, filled with noise: there is a history wherever a length says so."""
         generator = torch.Generator().manual_seed(seed)
 
-        def cache() -> Cache:
+        def cache() -> Cache[torch.Tensor]:
             rows = (self.shape.blocks, self.block_size)
             sizes = (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
             return Cache(*(torch.randn(*rows, size, generator=generator).to(DTYPES[self.dtype]) for size in sizes))
@@ -144,4 +145,10 @@ class Setup:
         )
 
     def arguments(self) -> tuple[Any, ...]:
-        return self.params(), self.caches(), self.hidden(), self.batches()
+        """What a run takes; the parameters it is compiled with."""
+        return self.caches(), self.hidden(), self.batches()
+
+    def compiled(self, backend: Backend, program: Program, *, unchecked: bool = False) -> Executable:
+        """A program of the step, with the parameters of the ranks that run here."""
+        params = [self._params(rank, 0) for rank in backend.here]
+        return backend.compile(program, backend.prepare(program, params), unchecked=unchecked)

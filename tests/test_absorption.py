@@ -68,12 +68,13 @@ def test_absorbed_equals_plain(ranks, lora, yarn, replicate_query):
     sequences = [torch.randn(13, 24, generator=generator, dtype=torch.float64) for _ in range(2)]
     params = [shard_attention(full, config, rank=r, ranks=ranks, replicate_query=replicate_query) for r in range(ranks)]
     made = backends.get("reference", ranks=ranks)
-    run = made.compile(schedule(setup.step, orchestrations.exchange_aside))
+    program = schedule(setup.step, orchestrations.exchange_aside)
+    run = made.compile(program, made.prepare(program, params))
     caches, done, found = setup.caches(), [0, 0], [[], []]
     for query in ((4, 3), (1, 1), (6, 1), (2, 5), (0, 3)):
         rows = torch.cat([x[d : d + n] for x, d, n in zip(sequences, done, query, strict=True)])
         hidden = torch.cat([rows, torch.ones(7 - len(rows), 24, dtype=torch.float64)])
-        out, caches = run(params, caches, [hidden] * ranks, setup.batches(tuple(done), query))
+        out, caches = run(caches, [hidden] * ranks, setup.batches(tuple(done), query))
         for b, part in enumerate(out[0][: len(rows)].split(list(query))):
             found[b].append(part)
         done = [d + n for d, n in zip(done, query, strict=True)]

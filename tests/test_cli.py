@@ -103,22 +103,45 @@ def test_a_wrong_result_would_be_told(capsys, monkeypatch):
     from mla_fx.backends import cpu
     from mla_fx.effects import ops
 
-    def wrong(recv, local, local_lse):
+    def wrong(recv, recv_lse, local, local_lse, *, run):
         return (local.clone(),)  # history forgotten
 
-    monkeypatch.setattr(cpu, "RULES", {**cpu.RULES, ops.Combine: wrong})
+    monkeypatch.setattr(cpu, "TABLE", cpu.TABLE.with_rules({ops.Combine: wrong}))
     status, out, _ = run(capsys, *QUICK, "--dtype", "fp32")
     assert status == 0 and deviation(out) > 0.1
+
+
+#: The number of the wait that orders the uses of the workspace.
+WORKSPACE = "23"
 
 
 def test_show(capsys):
     status, out, _ = run(capsys, "show")
     assert status == 0
     assert out.startswith("attention_step  T=4 B=4 H=128 N=16 W=8 bf16    orchestration attention-aside")
-    assert re.search(r"^21  side  wait e0    # workspace$", out, re.MULTILINE)
-    assert "18 launches, 2 records, 2 waits, 0 keeps, 20 drops on 2 streams (main, side)" in out
+    assert re.search(r"^ 0  main  stage batch.positions batch.slots batch.block_table$", out, re.MULTILINE)
+    assert re.search(rf"^{WORKSPACE}  side  wait e0    # workspace$", out, re.MULTILINE)
+    assert "19 launches, 1 stage, 2 records, 2 waits, 0 keeps, 21 drops on 2 streams (main, side)" in out
     _, conservative, _ = run(capsys, "show", "--mode", "conservative", "--layers", "2")
     assert "12 keeps" in conservative
+
+
+def test_numbers_are_those_of_the_effects(capsys):
+    """What `show` calls number K is what `check --without K` leaves out."""
+    _, out, _ = run(capsys, "show")
+    numbered = re.findall(r"^ *(\d+)  (\w+) +(.*)$", out, re.MULTILINE)
+    assert [int(number) for number, _, _ in numbered] == list(range(len(numbered)))
+    for number, _, effect in numbered[:: len(numbered) // 5]:
+        _, out, _ = run(capsys, "check", "--without", number)
+        assert out.splitlines()[0] == f"without {number}: {effect}"
+
+
+def test_show_the_step(capsys):
+    """Before it is scheduled: no stream, and every shape."""
+    status, out, _ = run(capsys, "show", "--step", "--layers", "1")
+    assert status == 0 and out.startswith("{ model_step 1 layers  T=4")
+    assert "    params.lm_head: bf16[16160, 7168] parameter\n" in out and "    # layers.0.attention.keys\n" in out
+    assert "record" not in out and "main" not in out
 
 
 def test_show_a_checkpoints_program(capsys, tmp_path):
@@ -129,20 +152,26 @@ def test_show_a_checkpoints_program(capsys, tmp_path):
 
 def test_check(capsys):
     status, out, _ = run(capsys, "check", "--layers", "61")
-    assert status == 0 and out.startswith("legal: 1996 launches, 122 records, 122 waits, 0 keeps")
-    status, out, _ = run(capsys, "check", "--without", "21")
+    assert status == 0 and out.startswith("legal: 2057 launches, 1 stage, 122 records, 122 waits, 0 keeps")
+    status, out, _ = run(capsys, "check", "--without", WORKSPACE)
     assert status == 1
-    assert out.startswith("without 21: wait e0    # workspace\n")
-    assert "rule 2: history_attention (hist) on main and current_attention (cur) on side share scratch" in out
+    assert out.startswith(f"without {WORKSPACE}: wait e0    # workspace\n")
+    assert (
+        "rule 2: history_attention (hist) on main and current_attention (cur) on side share workspace 'workspace'"
+        in out
+    )
     assert "not legal: " in out
 
 
 MINE = """
-from mla_fx.effects import Aval, Input, Launch, Program, Record, Wait, ops
+from mla_fx.effects import Aval, Input, Launch, Orchestration, Program, ops
 
 
-def two_streams(call):
-    return "side" if isinstance(call.op, ops.Linear) else "main"
+def two_streams(equation):
+    return "side" if isinstance(equation.op, ops.Linear) else "main"
+
+
+idle = Orchestration("idle", two_streams, streams=("side", "third"))
 
 
 add = Launch("side", ops.Add(), ("x", "y"), ("total",))
@@ -179,7 +208,11 @@ def test_an_orchestration_and_a_program_of_ones_own(capsys, mine):
         ),
         (("show", "--orchestration", "nowhere:fast"), "--orchestration: must be module:name of something that can be"),
         (("check", "--program", "mine:number"), "--program: must be a Program: got int"),
-        (("check", "--without", "99"), "--without: must be in 0..41: got 99"),
+        (("check", "--without", "99"), "--without: must be in 0..44: got 99"),
+        (
+            ("check", "--orchestration", "mine:idle"),
+            "orchestration idle: each of its streams must be given an equation of attention_step",
+        ),
         ((*QUICK, "--interleave", "3"), "interleave: must divide block_size, 16: got 3"),
         (("decode", "--prompt", "0"), "--prompt: must be at least 1: got 0"),
         (("decode", "--steps", "2000"), "--steps: prompt and steps must fit max_position_embeddings, 1024: got 20"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mla_fx import all_to_all, backends, combine, current_attention, gather_heads, history_attention, orchestrations
 from mla_fx.decode import batch_avals
-from mla_fx.effects import Aval, Program, Step, arguments, ops, schedule
+from mla_fx.effects import Aval, Program, Step, ops, schedule, trace
 from mla_fx.parameters import Cache
 from tests.oracles import dense_causal, single_pass
 from tests.sequences import Case, Sequences, fill
@@ -27,25 +27,23 @@ def merge_step(case: Case) -> Step:
     """Everything between the query projection and V-up."""
     shape = case.shape
     rows, queries = (shape.blocks, shape.block_size), (shape.tokens, case.heads)
-    inputs = arguments(
-        q_latent=Aval((*queries, case.latent), case.dtype),
-        q_rope=Aval((*queries, case.rope), case.dtype),
-        cache=Cache(Aval((*rows, case.latent), case.dtype), Aval((*rows, case.rope), case.dtype)),
-        latent=Aval((shape.tokens, case.latent), case.dtype),
-        k_rope=Aval((shape.tokens, case.rope), case.dtype),
-        batch=batch_avals(shape),
-    )
-    q, batch = (inputs["q_latent"], inputs["q_rope"]), inputs["batch"]
-    hist, hist_lse = history_attention(
-        *gather_heads(*q, ranks=case.ranks),
-        inputs["cache"],
-        batch.block_table,
-        batch.query_lengths,
-        batch.history_lengths,
-        scale=SCALE,
-    )
-    cur, cur_lse = current_attention(*q, inputs["latent"], inputs["k_rope"], batch.query_lengths, scale=SCALE)
-    return Step("merge", inputs, combine(all_to_all(hist, hist_lse, ranks=case.ranks), cur, cur_lse))
+    shapes = {
+        "q_latent": Aval((*queries, case.latent), case.dtype),
+        "q_rope": Aval((*queries, case.rope), case.dtype),
+        "cache": Cache(Aval((*rows, case.latent), case.dtype), Aval((*rows, case.rope), case.dtype)),
+        "latent": Aval((shape.tokens, case.latent), case.dtype),
+        "k_rope": Aval((shape.tokens, case.rope), case.dtype),
+        "batch": batch_avals(shape),
+    }
+
+    def merge(q_latent, q_rope, cache, latent, k_rope, batch):
+        every = gather_heads(q_latent, q_rope, group=shape.dcp)
+        lengths = (batch.query_lengths, batch.history_lengths)
+        hist, hist_lse = history_attention(*every, cache, batch.block_table, *lengths, scale=SCALE)
+        cur, cur_lse = current_attention(q_latent, q_rope, latent, k_rope, batch.query_lengths, scale=SCALE)
+        return combine(*all_to_all(hist, hist_lse, group=shape.dcp), cur, cur_lse)
+
+    return trace(merge, **shapes)
 
 
 def merged(backend: backends.Backend, program: Program, data: Sequences) -> torch.Tensor:
@@ -190,9 +188,9 @@ def test_partials_of_empty_shards_may_hold_anything(name):
     plain = backends.get(name, ranks=4)
     poisoned = 0
 
-    def history(*operands, scale):
+    def history(*operands, run, scale):
         nonlocal poisoned
-        out, lse = plain.rules[ops.HistoryAttention](*operands, scale=scale)
+        out, lse = plain.table.rules[ops.HistoryAttention](*operands, run=run, scale=scale)
         out[lse == -torch.inf] = torch.nan
         poisoned += int(out.isnan().any())
         return out, lse

@@ -1,5 +1,6 @@
 """Who owns a position, where its row lies, and what a step's batch says of it: against dealing out by hand."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -278,6 +279,10 @@ REFUSED = {
         {"query": [1.5, 1, 0]},
         r"query: each length must be an integer: got \[1\.5, 1, 0\]",
     ),
+    "a length that is a bool": (
+        {"history": (9, True, 7)},
+        r"history: each length must be an integer: got \(9, True, 7\)",
+    ),
     "two requests write to one block": (
         {"block_table": [[5, 3, 0], [3, 0, 0], ROW[2]]},
         r"block_table\[0\]: a block that is written must be in the tables once: got 3 again",
@@ -290,3 +295,35 @@ def test_steps_that_are_refused(change):
     changes, message = REFUSED[change]
     with pytest.raises(InputError, match=f"^{message}$"):
         plan(**changes)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [5, 3, 1.9],
+        [5, float("nan"), 0],
+        ["5", 3, 0],
+        "530",
+        [True, 3, 0],
+        [None, 3, 0],
+        5,
+        torch.tensor([5.0, 3.0, 0.0]),
+        torch.tensor([True, False, True]),
+        [torch.tensor(True), 3, 0],
+        np.array([5.0, 3.0, 0.0]),
+        np.array([True, False, False]),
+    ],
+    ids=repr,
+)
+def test_blocks_that_are_no_integers_are_refused_and_not_rounded(row):
+    """Behind what is needed too: what a step carries along unread is still a table of blocks."""
+    with pytest.raises(InputError, match=r"^block_table\[0\]: each block must be an integer: got "):
+        plan(block_table=[row, *ROW[1:]])
+
+
+def test_integers_of_other_kinds_are_integers():
+    plain, _ = plan()
+    for kind in (torch.tensor, np.array, lambda rows: [np.array(row, dtype=np.int32) for row in rows]):
+        given, _ = plan(block_table=kind(ROW), history=np.array(STEP["history"]), query=torch.tensor(STEP["query"]))
+        assert torch.equal(given.block_table, plain.block_table) and torch.equal(given.slots, plain.slots)
+        assert given.query_lengths == plain.query_lengths and set(map(type, given.query_lengths)) == {int}

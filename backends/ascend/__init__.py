@@ -1,30 +1,82 @@
 """On Ascend through torch_npu: the operators of CANN where one does what an op says, plain torch beside them.
 
-Every limit of an operator is a check of ours, with an error that names field,
-rule and value, before the call: the meta kernels check next to nothing, and
-CANN answers with a number.  Rules create no stream and no event; they run on
-the stream that is current (see `mla_fx.backends.torch_streams`).  Importing
-this package does not import torch_npu.
+Every limit of an operator is asked before a run, by `takes` beside the rule,
+whose words name field, rule and value: the meta kernels check next to nothing,
+and CANN answers with a number.  Rules create no stream and no event; they run
+on the stream that is current (see `mla_fx.backends.body`).  Importing this
+package does not import torch_npu.
 
-What is here has run on the emulated CANN of `emulator`, on no NPU so far.
-Routed experts and 8-bit weights have no rules here yet: a program with them is
-refused when it is compiled.
+Attention and 8-bit products in float32, which the operators do not take, are
+plain torch, and so is a gate unlike DeepSeek-V3's.  What is here has run on the
+emulated CANN of `emulator`, on no NPU so far.
 """
 
 if __name__ != "mla_fx.backends.ascend":  # reached as a top-level name from the checkout
     raise ImportError(f"import this package as 'mla_fx.backends.ascend', not {__name__!r}")
 
-from collections.abc import Mapping
 from importlib import import_module
 from typing import Final
 
 import torch
 
-from mla_fx.backends.backend import Rule, rules_of
-from mla_fx.effects import InputError, Op
+from mla_fx.backends import common
+from mla_fx.backends.ascend import (
+    absorb_query,
+    combine,
+    current_attention,
+    gating_top_k,
+    grouped_linear,
+    history_attention,
+    permute_tokens,
+    quant_grouped_linear,
+    quant_linear,
+    rms_norm,
+    rope_angles,
+    swiglu,
+    unpermute_tokens,
+    v_up,
+    write_rows,
+    write_rows_pair,
+)
+from mla_fx.backends.table import Table
+from mla_fx.effects import InputError, ops
 
-#: Op to rule.  A collective's rule is a generator (see `mla_fx.backends.torch_streams`).
-RULES: Final[Mapping[type[Op], Rule]] = rules_of(__name__)
+#: What this backend does.
+TABLE: Final = Table(
+    {
+        **common.RULES,
+        ops.AbsorbQuery: absorb_query.rule,
+        ops.Combine: combine.rule,
+        ops.CurrentAttention: current_attention.rule,
+        ops.GatingTopK: gating_top_k.rule,
+        ops.GroupedLinear: grouped_linear.rule,
+        ops.HistoryAttention: history_attention.rule,
+        ops.PermuteTokens: permute_tokens.rule,
+        ops.QuantGroupedLinear: quant_grouped_linear.rule,
+        ops.QuantLinear: quant_linear.rule,
+        ops.RmsNorm: rms_norm.rule,
+        ops.RopeAngles: rope_angles.rule,
+        ops.Swiglu: swiglu.rule,
+        ops.UnpermuteTokens: unpermute_tokens.rule,
+        ops.VUp: v_up.rule,
+        ops.WriteRows: write_rows.rule,
+        write_rows_pair.WriteRowsPair: write_rows_pair.rule,
+    },
+    takes={
+        ops.Combine: combine.takes,
+        ops.CurrentAttention: current_attention.takes,
+        ops.GroupedLinear: grouped_linear.takes,
+        ops.HistoryAttention: history_attention.takes,
+        ops.PermuteTokens: permute_tokens.takes,
+        ops.QuantGroupedLinear: quant_grouped_linear.takes,
+        ops.QuantLinear: quant_linear.takes,
+        ops.UnpermuteTokens: unpermute_tokens.takes,
+        ops.WriteRows: write_rows.takes,
+        write_rows_pair.WriteRowsPair: write_rows_pair.takes,
+    },
+    forms=common.FORMS,
+    passes=(write_rows_pair.find,),
+)
 
 
 def require_torch_npu() -> None:

@@ -4,8 +4,15 @@ from typing import Any
 
 import torch
 
-from mla_fx.backends.ascend.calls.attention import causal_mask, check_sizes, fused, plain, takes, unseen
-from mla_fx.backends.torch_streams import Scratch
+from mla_fx.backends.ascend.calls import attention
+from mla_fx.backends.ascend.calls.attention import causal_mask, fused, plain, unseen
+from mla_fx.backends.device import Run
+from mla_fx.effects import Aval, ops
+
+
+def takes(op: ops.CurrentAttention, q_latent: Aval, q_rope: Aval, *keys: Aval) -> str | None:
+    """Queries as in any attention here."""
+    return attention.takes(q_latent, q_rope)
 
 
 def rule(
@@ -15,16 +22,14 @@ def rule(
     k_rope: torch.Tensor,
     query_lengths: tuple[int, ...],
     *,
+    run: Run,
     scale: float,
-    workspace: Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Without paging both length lists are cumulative and equal: a request's keys are its new tokens."""
-    if takes(q_latent):
-        check_sizes(q_latent, q_rope)
+    if q_latent.dtype != torch.float32:
         keys = [part.contiguous().unsqueeze(1) for part in (latent, k_rope)]
-        mask = causal_mask(q_latent.device)
-        how: dict[str, Any] = {"scale": scale, "atten_mask": mask, "sparse_mode": 3}
-        return fused(q_latent, q_rope, *keys, lengths=query_lengths, keys=query_lengths, workspace=workspace, **how)
+        how: dict[str, Any] = {"scale": scale, "atten_mask": causal_mask(run), "sparse_mode": 3}
+        return fused(q_latent, q_rope, *keys, lengths=query_lengths, keys=query_lengths, run=run, **how)
     cur, lse = unseen(q_latent)
     end = 0
     for length in query_lengths:

@@ -15,7 +15,8 @@ Source: op-plugin, `npu_moe_gating_top_k`.
 
 import torch
 
-from mla_fx.backends.plain import drop_groups
+from mla_fx.backends.common.gating_top_k import drop_groups
+from mla_fx.backends.device import Run
 
 _MOST = 2048
 
@@ -34,6 +35,7 @@ def rule(
     logits: torch.Tensor,
     bias: torch.Tensor,
     *,
+    run: Run,
     top_k: int,
     groups: int,
     top_groups: int,

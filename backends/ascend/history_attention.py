@@ -4,9 +4,20 @@ from typing import Any
 
 import torch
 
-from mla_fx.backends.ascend.calls.attention import check_sizes, fused, plain, takes, unseen
-from mla_fx.backends.torch_streams import Scratch
-from mla_fx.effects import InputError
+from mla_fx.backends.ascend.calls import attention
+from mla_fx.backends.ascend.calls.attention import fused, plain, unseen
+from mla_fx.backends.device import Run
+from mla_fx.effects import Aval, ops
+
+
+def takes(op: ops.HistoryAttention, q_latent: Aval, q_rope: Aval, *cached: Aval) -> str | None:
+    """Queries as in any attention here; blocks and table as the operator pages them."""
+    if (why := attention.takes(q_latent, q_rope)) or q_latent.dtype == "fp32":
+        return why
+    size, columns = cached[0].shape[1], cached[2].shape[1]
+    if size % 16 or not 16 <= size <= 1024:
+        return f"block_size: attention on ascend needs a multiple of 16 in 16..1024: got {size}"
+    return None if columns else "table_width: attention on ascend needs at least 1 column of block_table: got 0"
 
 
 def rule(
@@ -18,25 +29,19 @@ def rule(
     query_lengths: tuple[int, ...],
     history_lengths: tuple[int, ...],
     *,
+    run: Run,
     scale: float,
-    workspace: Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """With paging the key lengths are per request, the query lengths cumulative."""
-    if takes(q_latent):
-        check_sizes(q_latent, q_rope)
-        size = latent_cache.shape[1]
-        if size % 16 or not 16 <= size <= 1024:
-            raise InputError(f"block_size: attention on ascend needs a multiple of 16 in 16..1024: got {size}")
-        if not block_table.shape[1]:
-            raise InputError("table_width: attention on ascend needs at least 1 column of block_table: got 0")
+    if q_latent.dtype != torch.float32:
         caches = [part.contiguous().unsqueeze(1) for part in (latent_cache, rope_cache)]  # [C, KV heads = 1, S, ...]
         how: dict[str, Any] = {
             "scale": scale,
             "block_table": block_table.contiguous(),
-            "block_size": size,
+            "block_size": latent_cache.shape[1],
             "sparse_mode": 0,
         }
-        return fused(q_latent, q_rope, *caches, lengths=query_lengths, keys=history_lengths, workspace=workspace, **how)
+        return fused(q_latent, q_rope, *caches, lengths=query_lengths, keys=history_lengths, run=run, **how)
     hist, lse = unseen(q_latent)
     end, size = 0, latent_cache.shape[1]
     for b, (queries, keys) in enumerate(zip(query_lengths, history_lengths, strict=True)):

@@ -8,25 +8,32 @@ its counts the op's `counts`.  Both stay on the device.
 
 import torch
 
-from mla_fx.effects import InputError
+from mla_fx.backends.device import Run
+from mla_fx.effects import Aval, Group, ops
 
 #: The most experts that the operator tells apart.
 EXPERTS = 10240
 
 
+def takes(op: ops.PermuteTokens, x: Aval, experts: Aval) -> str | None:
+    """As many experts as the operator tells apart."""
+    count = op.own * op.group.size
+    if count > EXPERTS:
+        return f"experts: routing on ascend takes at most {EXPERTS} over all ranks: got {count}"
+    return None
+
+
 def rule(
-    x: torch.Tensor, experts: torch.Tensor, *, own: int, ranks: int, rank: int
+    x: torch.Tensor, experts: torch.Tensor, *, run: Run, own: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows behind the last pair are left as the operator leaves them: unwritten."""
-    if own * ranks > EXPERTS:
-        raise InputError(f"experts: routing on ascend takes at most {EXPERTS} over all ranks: got {own * ranks}")
     if not experts.numel():
         return x.new_empty((0, x.shape[1])), experts.new_zeros((own,), dtype=torch.int64), torch.empty_like(experts)
     rows, source, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
         x.contiguous(),
         experts.contiguous(),
-        expert_num=own * ranks,
-        active_expert_range=[rank * own, (rank + 1) * own],
+        expert_num=own * group.size,
+        active_expert_range=[run.rank * own, (run.rank + 1) * own],
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
         quant_mode=-1,

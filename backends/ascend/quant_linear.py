@@ -7,21 +7,30 @@ the nearest step; what it does with an exact half its page does not say.
 
 import torch
 
-from mla_fx.backends.ascend.calls.quantised import quantise, takes, total
-from mla_fx.effects import InputError
+from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
+from mla_fx.backends.ascend.calls.quantised import quantise, total
+from mla_fx.backends.device import Run
+from mla_fx.effects import Aval, ops
 
 _LIMIT = 65536
 
 
-def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor]:
+def takes(op: ops.QuantLinear, x: Aval, weight: Aval, scale: Aval) -> str | None:
+    """Features that the operators take; float32 is for plain torch."""
+    if (why := wrong_dtype("x", x)) or x.dtype == "fp32":
+        return why
+    for name, size in zip("FD", weight.shape, strict=True):
+        if not 1 <= size < _LIMIT:
+            return f"{name}: an 8-bit projection on ascend needs 1 to {_LIMIT - 1} features: got {size}"
+    return None
+
+
+def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """Steps for every token, integer sums, one rounding to the dtype of `x`."""
-    features, inner = weight.shape
-    if not takes(x):
+    features = weight.shape[0]
+    if x.dtype == torch.float32:
         q, step = quantise(x)
         return (total(q, weight) * step.unsqueeze(1) * scale,)
-    for name, size in (("D", inner), ("F", features)):
-        if not 1 <= size < _LIMIT:
-            raise InputError(f"{name}: an 8-bit projection on ascend needs 1 to {_LIMIT - 1} features: got {size}")
     if not x.shape[0]:
         return (x.new_empty((0, features)),)
     q, step = torch.ops.npu.npu_dynamic_quant(x)

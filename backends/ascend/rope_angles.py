@@ -9,29 +9,28 @@ of 2048 rows.  Operators on float64 are few on an NPU, and slow.
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 
+from mla_fx.backends.device import Run
+
+#: Rows of a table.
 ROWS = 2048
 
 
-@cache
-def tables(frequencies: tuple[float, ...], magnitude: float, device: torch.device) -> torch.Tensor:
-    """[2, 2, ROWS, R / 2]: of multiples of 2048 and of 1, cosine and sine; `magnitude` is in the first.
-
-    Made once; the copy blocks, so that any stream may read it from then on.
-    """
+def tables(frequencies: Sequence[float], magnitude: float) -> torch.Tensor:
+    """[2, 2, ROWS, R / 2] float32: of multiples of 2048 and of 1, cosine and sine; `magnitude` is in the first."""
     turns = torch.outer(torch.arange(ROWS, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
     parts = [torch.stack((angle.cos(), angle.sin())) for angle in (ROWS * turns, turns)]
-    return torch.stack((parts[0] * magnitude, parts[1])).to(torch.float32).to(device)
+    return torch.stack((parts[0] * magnitude, parts[1])).to(torch.float32)
 
 
 def rule(
-    positions: torch.Tensor, like: torch.Tensor, *, frequencies: Sequence[float], magnitude: float
+    positions: torch.Tensor, like: torch.Tensor, *, run: Run, frequencies: Sequence[float], magnitude: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine in float32, of positions below 2048 * 2048."""
-    (high_cos, high_sin), (low_cos, low_sin) = tables(tuple(frequencies), magnitude, positions.device)
+    key = ("rope tables", tuple(frequencies), magnitude)
+    (high_cos, high_sin), (low_cos, low_sin) = run.constant(key, lambda: tables(frequencies, magnitude))
     high = torch.floor_divide(positions, ROWS)
     low = positions - high * ROWS
     a_cos, a_sin = (torch.index_select(part, 0, high) for part in (high_cos, high_sin))

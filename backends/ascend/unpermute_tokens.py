@@ -15,17 +15,22 @@ and rounded once.
 
 import torch
 
-from mla_fx.effects import InputError
+from mla_fx.backends.device import Run
+from mla_fx.effects import Aval, ops
 
 #: The most pairs a token that the operator takes.
 PAIRS = 512
 
 
-def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor]:
+def takes(op: ops.UnpermuteTokens, rows: Aval, source: Aval, weights: Aval) -> str | None:
+    """As many pairs a token as the operator takes."""
+    top_k = source.shape[1]
+    return f"top_k: unpermuting on ascend takes at most {PAIRS} experts a token: got {top_k}" if top_k > PAIRS else None
+
+
+def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """Every pair gets a row of its own, without asking the device how many there are."""
     tokens, top_k = source.shape
-    if top_k > PAIRS:
-        raise InputError(f"top_k: unpermuting on ascend takes at most {PAIRS} experts a token: got {top_k}")
     if not rows.numel():
         return (rows.new_zeros((tokens, rows.shape[1])),)
     pairs = tokens * top_k

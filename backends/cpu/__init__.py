@@ -7,11 +7,38 @@ goes by in tiles.  What the lengths do not reach never enters the arithmetic.
 if __name__ != "mla_fx.backends.cpu":  # reached as a top-level name from the checkout
     raise ImportError(f"import this package as 'mla_fx.backends.cpu', not {__name__!r}")
 
-from collections.abc import Mapping
 from typing import Final
 
-from mla_fx.backends.backend import Rule, rules_of
-from mla_fx.effects import Op
+from mla_fx.backends import common
+from mla_fx.backends.cpu import (
+    absorb_query,
+    combine,
+    grouped_linear,
+    history_attention,
+    permute_tokens,
+    quant_grouped_linear,
+    quant_linear,
+    unpermute_tokens,
+    v_up,
+    write_rows,
+)
+from mla_fx.backends.table import Table
+from mla_fx.effects import ops
 
-#: Op to rule.  A rule takes tensors and the op's parameters, and returns a tuple of new tensors.
-RULES: Final[Mapping[type[Op], Rule]] = rules_of(__name__)
+#: What this backend does.
+TABLE: Final = Table(
+    {
+        **common.RULES,
+        ops.AbsorbQuery: absorb_query.rule,
+        ops.Combine: combine.rule,
+        ops.GroupedLinear: grouped_linear.rule,
+        ops.HistoryAttention: history_attention.rule,
+        ops.PermuteTokens: permute_tokens.rule,
+        ops.QuantGroupedLinear: quant_grouped_linear.rule,
+        ops.QuantLinear: quant_linear.rule,
+        ops.UnpermuteTokens: unpermute_tokens.rule,
+        ops.VUp: v_up.rule,
+        ops.WriteRows: write_rows.rule,
+    },
+    forms=common.FORMS,
+)

@@ -2,8 +2,10 @@
 
 import torch
 
+from mla_fx.backends.device import Run
 
-def rule(q: torch.Tensor, w_uk: torch.Tensor, *, rope: int) -> tuple[torch.Tensor]:
+
+def rule(q: torch.Tensor, w_uk: torch.Tensor, *, run: Run, rope: int) -> tuple[torch.Tensor]:
     """One matrix product a head, on the first P features of the head."""
     heads, nope, _ = w_uk.shape
     q_nope = q.view(q.shape[0], heads, nope + rope)[..., :nope]

@@ -3,8 +3,10 @@
 import torch
 from torch.nn import functional
 
+from mla_fx.backends.device import Run
 
-def rule(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor]:
+
+def rule(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """The library accumulates 16-bit products in float32; rows behind the last count are left as they come."""
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     first = 0

@@ -1,7 +1,7 @@
 """CPU rule of `ops.HistoryAttention`: online softmax over tiles of the shard.
 
 All heads of all tokens of a request are the rows of one matrix product.
-The softmax over tiles is `mla_fx.backends.plain`'s.
+The softmax over tiles is `mla_fx.backends.common.attention`'s.
 """
 
 import math
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_fx.backends.plain import attend_tiles
+from mla_fx.backends.common.attention import attend_tiles
+from mla_fx.backends.device import Run
 from mla_fx.dtypes import wide
 
 #: Keys in a tile: latent and rope of so many, in float32, stay in a core's L2 cache between the two products.
@@ -25,6 +26,7 @@ def rule(
     query_lengths: tuple[int, ...],
     history_lengths: tuple[int, ...],
     *,
+    run: Run,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""

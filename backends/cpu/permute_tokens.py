@@ -2,12 +2,15 @@
 
 import torch
 
+from mla_fx.backends.device import Run
+from mla_fx.effects import Group
+
 
 def rule(
-    x: torch.Tensor, experts: torch.Tensor, *, own: int, ranks: int, rank: int
+    x: torch.Tensor, experts: torch.Tensor, *, run: Run, own: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pairs of other ranks sort behind as expert number `own`; their rows are left as they come."""
-    local = experts.flatten().to(torch.int64) - rank * own
+    local = experts.flatten().to(torch.int64) - run.rank * own
     local.masked_fill_((local < 0) | (local >= own), own)
     order = local.argsort(stable=True)
     counts = torch.bincount(local, minlength=own + 1)[:own]

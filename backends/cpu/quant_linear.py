@@ -2,8 +2,10 @@
 
 import torch
 
+from mla_fx.backends.device import Run
 
-def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor]:
+
+def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """Steps and scaling in float32 (float64 beside float64), sums in int32, rounded once to the dtype of `x`."""
     wide = x.to(scale.dtype)
     step = wide.abs().amax(1, keepdim=True).div_(127) if x.shape[1] else scale.new_zeros(x.shape[0], 1)

@@ -2,8 +2,10 @@
 
 import torch
 
+from mla_fx.backends.device import Run
 
-def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor]:
+
+def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """Sum in float32 (float64 beside float64), in the order of the experts' scores, rounded once."""
     out = torch.zeros(source.shape[0], rows.shape[1], dtype=weights.dtype)
     for of_pair, weight in zip(source.unbind(1), weights.unbind(1), strict=True):

@@ -3,7 +3,7 @@
 Rules are device-agnostic torch, but for the few operators that CUDA has and a
 CPU has not.  None waits for the device: no number is read back, and no shape
 depends on one.  They create no stream and no event; they run on the stream
-that is current (see `mla_fx.backends.torch_streams`).
+that is current (see `mla_fx.backends.body`).
 
 What has been run: every rule on CPU tensors against the reference, every rule
 on tensors without data, and the streams of programs on a stand-in for the
@@ -14,16 +14,46 @@ are skipped without it.
 if __name__ != "mla_fx.backends.cuda":  # reached as a top-level name from the checkout
     raise ImportError(f"import this package as 'mla_fx.backends.cuda', not {__name__!r}")
 
-from collections.abc import Mapping
 from typing import Final
 
 import torch
 
-from mla_fx.backends.backend import Rule, rules_of
-from mla_fx.effects import InputError, Op
+from mla_fx.backends import common
+from mla_fx.backends.cuda import (
+    absorb_query,
+    combine,
+    gate_logits,
+    grouped_linear,
+    history_attention,
+    linear,
+    permute_tokens,
+    quant_grouped_linear,
+    quant_linear,
+    unpermute_tokens,
+    v_up,
+    write_rows,
+)
+from mla_fx.backends.table import Table
+from mla_fx.effects import InputError, ops
 
-#: Op to rule.  A collective's rule is a generator (see `mla_fx.backends.torch_streams`).
-RULES: Final[Mapping[type[Op], Rule]] = rules_of(__name__)
+#: What this backend does.
+TABLE: Final = Table(
+    {
+        **common.RULES,
+        ops.AbsorbQuery: absorb_query.rule,
+        ops.Combine: combine.rule,
+        ops.GateLogits: gate_logits.rule,
+        ops.GroupedLinear: grouped_linear.rule,
+        ops.HistoryAttention: history_attention.rule,
+        ops.Linear: linear.rule,
+        ops.PermuteTokens: permute_tokens.rule,
+        ops.QuantGroupedLinear: quant_grouped_linear.rule,
+        ops.QuantLinear: quant_linear.rule,
+        ops.UnpermuteTokens: unpermute_tokens.rule,
+        ops.VUp: v_up.rule,
+        ops.WriteRows: write_rows.rule,
+    },
+)
 
 
 def require_gpu() -> None:

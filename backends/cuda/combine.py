@@ -4,18 +4,19 @@ import math
 
 import torch
 
+from mla_fx.backends.device import Run
 from mla_fx.dtypes import wide
-from mla_fx.payload import unpack
 
 
-def rule(recv: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor) -> tuple[torch.Tensor]:
+def rule(
+    recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor, *, run: Run
+) -> tuple[torch.Tensor]:
     """Weigh one contribution after the other into one float32 buffer (float64 beside float64)."""
-    parts, lse = unpack(recv, latent=local.shape[-1])
-    lse = torch.cat((lse, local_lse.unsqueeze(0)))
+    lse = torch.cat((recv_lse, local_lse.unsqueeze(0)))
     unseen = (lse == -math.inf).unsqueeze(-1)
     # Selected away, since 0 * NaN is NaN; softmax itself gives NaN where every LSE is -inf.
     weights = torch.softmax(lse, 0).unsqueeze(-1).masked_fill(unseen, 0)
     merged = torch.zeros_like(local, dtype=wide(local.dtype), memory_format=torch.contiguous_format)
-    for part, weight, hidden in zip((*parts, local), weights, unseen, strict=True):
+    for part, weight, hidden in zip((*recv, local), weights, unseen, strict=True):
         merged.addcmul_(part.to(merged.dtype).masked_fill(hidden, 0), weight)
     return (merged.to(local.dtype),)

@@ -5,9 +5,10 @@ from torch.nn import functional
 
 from mla_fx.backends.cuda.calls.experts import by_tiles, grouped_product_takes
 from mla_fx.backends.cuda.calls.product import product
+from mla_fx.backends.device import Run
 
 
-def rule(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor]:
+def rule(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """Sums in float32, rounded once; results of rows behind the last count are as they come."""
     if not (rows.shape[0] and weight.shape[0]):
         return (rows.new_empty((rows.shape[0], weight.shape[1])),)

@@ -4,7 +4,7 @@ All heads of all tokens of a request are the rows of one matrix product; its
 tiles are gathered by the block table and widened.  Which tiles there are
 follows from the lengths, which are on the host.  Plain torch, a handful of
 launches a tile: right on any GPU, and no rival of a fused kernel.
-The softmax over tiles is `mla_fx.backends.plain`'s.
+The softmax over tiles is `mla_fx.backends.common.attention`'s.
 """
 
 import math
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_fx.backends.plain import attend_tiles
-from mla_fx.backends.torch_streams import Scratch
+from mla_fx.backends.common.attention import attend_tiles
+from mla_fx.backends.device import Run
 from mla_fx.dtypes import wide
 
 #: Keys in a tile: latent and rope of so many take 9 MiB in float32, their scores 2 MiB for 128 heads of a token.
@@ -29,10 +29,10 @@ def rule(
     query_lengths: tuple[int, ...],
     history_lengths: tuple[int, ...],
     *,
+    run: Run,
     scale: float,
-    workspace: Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores, softmax and accumulation in float32 (float64 beside float64); `workspace` is for operators that ask."""
+    """Scores, softmax and accumulation in float32 (float64 beside float64)."""
     kind, size = wide(q_latent.dtype), latent_cache.shape[1]
     hist = q_latent.new_zeros(q_latent.shape)
     lse = q_latent.new_full(q_latent.shape[:2], -math.inf, dtype=kind)

@@ -3,8 +3,9 @@
 import torch
 
 from mla_fx.backends.cuda.calls.product import product
+from mla_fx.backends.device import Run
 
 
-def rule(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+def rule(x: torch.Tensor, weight: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """`x` [T, D] times `weight` [F, D] transposed."""
     return (product(x, weight.t()),)

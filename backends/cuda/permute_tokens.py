@@ -6,12 +6,15 @@ moved: the rows of the others come to lie behind, where anything may lie.
 
 import torch
 
+from mla_fx.backends.device import Run
+from mla_fx.effects import Group
+
 
 def rule(
-    x: torch.Tensor, experts: torch.Tensor, *, own: int, ranks: int, rank: int
+    x: torch.Tensor, experts: torch.Tensor, *, run: Run, own: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pairs of other ranks sort behind as expert number `own`."""
-    local = experts.flatten().to(torch.int64) - rank * own
+    local = experts.flatten().to(torch.int64) - run.rank * own
     local.masked_fill_((local < 0) | (local >= own), own)
     ordered, order = local.sort(stable=True)
     rows = x.index_select(0, torch.floor_divide(order, experts.shape[1]))

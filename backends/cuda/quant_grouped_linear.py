@@ -10,12 +10,15 @@ import torch
 
 from mla_fx.backends.cuda.calls.experts import by_tiles
 from mla_fx.backends.cuda.calls.quantise import quantise
+from mla_fx.backends.device import Run
 
 #: Features over which float32 adds up integers exactly: 1024 * 127 * 128 < 2^24.
 STRETCH = 1024
 
 
-def rule(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor]:
+def rule(
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor, *, run: Run
+) -> tuple[torch.Tensor]:
     """As `quant_linear`, the scale that of the row's expert; rows behind the last count are as they come."""
     if not (rows.shape[0] and weight.shape[0]):
         return (rows.new_empty((rows.shape[0], weight.shape[1])),)

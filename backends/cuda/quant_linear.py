@@ -4,12 +4,13 @@ import torch
 from torch.nn import functional
 
 from mla_fx.backends.cuda.calls.quantise import quantise
+from mla_fx.backends.device import Run
 
 #: torch._int_mm on CUDA takes more than 16 rows, and multiples of 8 features on both sides.
 ROWS, FEATURES = 32, 8
 
 
-def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor]:
+def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """Steps and scaling in float32 (float64 beside float64), sums in int32, rounded once to the dtype of `x`."""
     q, step = quantise(x, scale.dtype)
     total = integers(q.to(torch.int8), weight).to(scale.dtype)

@@ -2,8 +2,10 @@
 
 import torch
 
+from mla_fx.backends.device import Run
 
-def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor]:
+
+def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """Sum in float32 (float64 beside float64), in the order of the experts' scores, rounded once.
 
     A pair of another rank reads row 0, whatever that holds, and counts as 0: selected, since 0 * NaN is NaN.

@@ -4,11 +4,15 @@ import math
 
 import torch
 
+from mla_fx.backends.device import Run
 
-def rule(recv: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor) -> tuple[torch.Tensor]:
+
+def rule(
+    recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor, *, run: Run
+) -> tuple[torch.Tensor]:
     """out = sum_i w[i] * o[i] / sum_i w[i] with w[i] = exp(lse[i] - m); where lse[i] = -inf, i is left out."""
-    o = torch.cat([recv[..., :-1], local[None]])
-    lse = torch.cat([recv[..., -1], local_lse[None]])
+    o = torch.cat([recv, local[None]])
+    lse = torch.cat([recv_lse, local_lse[None]])
     unseen = lse == -math.inf
     m = lse.amax(0)
     w = torch.where(unseen, 0, torch.exp(lse - m))

@@ -5,6 +5,8 @@ import math
 import torch
 from torch.func import vmap
 
+from mla_fx.backends.device import Run
+
 
 def rule(
     q_latent: torch.Tensor,
@@ -13,6 +15,7 @@ def rule(
     k_rope: torch.Tensor,
     query_lengths: tuple[int, ...],
     *,
+    run: Run,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The i-th token of a request attends to its tokens 0..i; padding tokens get 0 and -inf."""

@@ -4,11 +4,14 @@ import math
 
 import torch
 
+from mla_fx.backends.device import Run
+
 
 def rule(
     logits: torch.Tensor,
     bias: torch.Tensor,
     *,
+    run: Run,
     top_k: int,
     groups: int,
     top_groups: int,

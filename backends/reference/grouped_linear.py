@@ -2,8 +2,10 @@
 
 import torch
 
+from mla_fx.backends.device import Run
 
-def rule(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor]:
+
+def rule(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
     """out[g, f] = sum_d rows[g, d] * weight[y, f, d] for the counts[y] rows g of expert y; 0 behind them."""
     out = rows.new_zeros(len(rows), weight.shape[1])
     first = 0

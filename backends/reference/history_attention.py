@@ -5,6 +5,8 @@ import math
 import torch
 from torch.func import vmap
 
+from mla_fx.backends.device import Run
+
 
 def rule(
     q_latent: torch.Tensor,
@@ -15,6 +17,7 @@ def rule(
     query_lengths: tuple[int, ...],
     history_lengths: tuple[int, ...],
     *,
+    run: Run,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every token of a request attends to the `history_lengths[b]` rows of its shard; none: 0 and -inf."""

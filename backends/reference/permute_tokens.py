@@ -2,9 +2,12 @@
 
 import torch
 
+from mla_fx.backends.device import Run
+from mla_fx.effects import Group
+
 
 def rule(
-    x: torch.Tensor, experts: torch.Tensor, *, own: int, ranks: int, rank: int
+    x: torch.Tensor, experts: torch.Tensor, *, run: Run, own: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort this rank's pairs (t, u) by expert, then t, then u."""
     tokens, top_k = experts.shape
@@ -15,7 +18,7 @@ def rule(
     for y in range(own):
         for t in range(tokens):
             for u in range(top_k):
-                if experts[t, u] == rank * own + y:
+                if experts[t, u] == run.rank * own + y:
                     rows[g], source[t, u] = x[t], g
                     counts[y] += 1
                     g += 1

@@ -2,8 +2,10 @@
 
 import torch
 
+from mla_fx.backends.device import Run
 
-def rule(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, heads: int | None) -> tuple[torch.Tensor]:
+
+def rule(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, run: Run, heads: int | None) -> tuple[torch.Tensor]:
     """out[t, h] = (a cos - b sin, then b cos + a sin), of the pairs (a, b) at the end of each head."""
     if heads is not None:
         x = x.reshape(len(x), heads, x.shape[1] // heads)

@@ -1,12 +1,12 @@
 """Reference rule of `ops.RopeAngles`."""
 
-from collections.abc import Sequence
-
 import torch
+
+from mla_fx.backends.device import Run
 
 
 def rule(
-    positions: torch.Tensor, like: torch.Tensor, *, frequencies: Sequence[float], magnitude: float
+    positions: torch.Tensor, like: torch.Tensor, *, run: Run, frequencies: tuple[float, ...], magnitude: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos[t, i] = m * cos(position[t] * f[i]), sin[t, i] = m * sin(position[t] * f[i])."""
     angles = torch.outer(positions.to(torch.float64), torch.tensor(frequencies, dtype=torch.float64))

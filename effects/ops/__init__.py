@@ -1,8 +1,12 @@
-"""The closed list of ops.  One op, one stem: the file here, a rule of the same name in every backend, a test."""
+"""The closed list of ops.  One op, one stem: the file here, rules in files of its name, a test.
 
+An op of a single backend, made of these, stands with that backend.
+"""
+
+import inspect
 from typing import Final
 
-from mla_fx.effects.op import Op
+from mla_fx.effects.op import Op, stem
 from mla_fx.effects.ops.absorb_query import AbsorbQuery as AbsorbQuery
 from mla_fx.effects.ops.add import Add as Add
 from mla_fx.effects.ops.all_gather import AllGather as AllGather
@@ -29,7 +33,7 @@ from mla_fx.effects.ops.swiglu import Swiglu as Swiglu
 from mla_fx.effects.ops.take_rows import TakeRows as TakeRows
 from mla_fx.effects.ops.unpermute_tokens import UnpermuteTokens as UnpermuteTokens
 from mla_fx.effects.ops.v_up import VUp as VUp
-from mla_fx.effects.ops.write_cache import WriteCache as WriteCache
+from mla_fx.effects.ops.write_rows import WriteRows as WriteRows
 
 #: Every op, in the order of a decode step: attention, then the rest of a model.
 ALL: Final[tuple[type[Op], ...]] = (
@@ -38,7 +42,7 @@ ALL: Final[tuple[type[Op], ...]] = (
     AbsorbQuery,
     RopeAngles,
     Rope,
-    WriteCache,
+    WriteRows,
     GatherHeads,
     LocalHeads,
     HistoryAttention,
@@ -60,3 +64,14 @@ ALL: Final[tuple[type[Op], ...]] = (
     QuantGroupedLinear,
     AllGather,
 )
+
+
+def listing() -> str:
+    """All ops as a table in Markdown: what each takes and gives, and what for, as its own docstrings say."""
+    lines = ["| op | takes | gives | |", "|---|---|---|---|"]
+    for op in ALL:
+        what = (inspect.getdoc(inspect.getmodule(op)) or "").partition("\n")[0]
+        told = [" ".join(part.split()) for part in (inspect.getdoc(op) or "").split("\n\n")]
+        takes, gives = next(part for part in told if " -> " in part).split(" -> ")
+        lines.append(f"| `{stem(op)}` | {takes} | {gives.partition('. ')[0].rstrip('.')} | {what} |")
+    return "\n".join(lines)

@@ -8,29 +8,30 @@ per head P features without and R with position; only the first P are read.
 Source: DeepSeek-V2 paper, section 2.1.2 (weight absorption).
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import Aval, ShapeError, match, same_dtype
+from mla_fx.effects.aval import Aval, ShapeError
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import integer
 
 
 @frozen
 class AbsorbQuery(Op):
     """`q` [T, N * Q], `w_uk` [N, P, L] -> [T, N, L].  `rope` is R, the features of a head that carry position."""
 
-    rope: int
-    operands: ClassVar = ("q", "w_uk")
+    rope: int = field(validator=integer(0))
+    operands: ClassVar = {"q": "T D", "w_uk": "N P L"}
     results: ClassVar = ("q_latent",)
 
-    def shape_rule(self, q: Aval, w_uk: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """`q` must hold N heads of P + R features."""
-        axes = match(self.name, q=(q, "T D"), w_uk=(w_uk, "N P L"))
         heads, nope = axes["N"], axes["P"]
         if axes["D"] != heads * (nope + self.rope):
             raise ShapeError(
                 f"{self.name}: axis 1 of q must be N * (P + R) = {heads} * ({nope} + {self.rope}) = "
                 f"{heads * (nope + self.rope)}: got {axes['D']}"
             )
-        return (Aval((axes["T"], heads, axes["L"]), same_dtype(self.name, q=q, w_uk=w_uk)),)
+        return (Aval((axes["T"], heads, axes["L"]), dtype),)

@@ -1,10 +1,11 @@
 """The residual: out = x + y."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, match, same_dtype
+from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 
 
@@ -12,10 +13,8 @@ from mla_fx.effects.op import Op
 class Add(Op):
     """`x` [T, D], `y` [T, D] -> [T, D]."""
 
-    operands: ClassVar = ("x", "y")
+    operands: ClassVar = {"x": "T D", "y": "T D"}
 
-    def shape_rule(self, x: Aval, y: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """No broadcasting, one dtype."""
-        match(self.name, x=(x, "T D"), y=(y, "T D"))
-        same_dtype(self.name, x=x, y=y)
-        return (x,)
+        return (Aval((axes["T"], axes["D"]), dtype),)

@@ -6,30 +6,31 @@ Closes a column-parallel projection, as that of the head, whose last rank's
 features are padded where the ranks do not divide them.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import FLOATS, Aval, ShapeError, match, require_dtype
+from mla_fx.effects.aval import Aval, ShapeError
+from mla_fx.effects.group import Group
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import instance, integer
 
 
 @frozen
 class AllGather(Op):
-    """`x` [T, F] -> [T, `features`], with F = ceil(features / ranks)."""
+    """`x` [T, F] -> [T, `features`], with F = ceil(features / W) and W the size of `group`."""
 
-    features: int
-    ranks: int
-    operands: ClassVar = ("x",)
-    communicates: ClassVar = "dcp"
+    features: int = field(validator=integer(0))
+    group: Group = field(validator=instance(Group))
+    operands: ClassVar = {"x": "T F"}
+    communicates: ClassVar = "all_gather"
 
-    def shape_rule(self, x: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """The ranks' features together must be those asked for."""
-        axes = match(self.name, x=(x, "T F"))
-        require_dtype(self.name, "x", x, *FLOATS)
-        if axes["F"] != -(-self.features // self.ranks):
+        if axes["F"] != self.group.share(self.features):
             raise ShapeError(
-                f"{self.name}: axis F of x must be {-(-self.features // self.ranks)}, {self.features} features over "
-                f"{self.ranks} ranks: got {axes['F']}"
+                f"{self.name}: axis F of x must be {self.group.share(self.features)}, {self.features} features over "
+                f"{self.group}: got {axes['F']}"
             )
-        return (Aval((axes["T"], self.features), x.dtype),)
+        return (Aval((axes["T"], self.features), dtype),)

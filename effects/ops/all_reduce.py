@@ -6,23 +6,25 @@ Closes the row-parallel output projection: each rank holds the columns of its
 own heads.  Summed in rank order, so that all ranks get the same bits.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import FLOATS, Aval, match, require_dtype
+from mla_fx.effects.aval import Aval
+from mla_fx.effects.group import Group
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import instance
 
 
 @frozen
 class AllReduce(Op):
-    """`x` [T, D] -> [T, D]."""
+    """`x` [T, D] -> [T, D], summed over `group`."""
 
-    operands: ClassVar = ("x",)
-    communicates: ClassVar = "dcp"
+    group: Group = field(validator=instance(Group))
+    operands: ClassVar = {"x": "T D"}
+    communicates: ClassVar = "all_reduce"
 
-    def shape_rule(self, x: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Any floating dtype."""
-        match(self.name, x=(x, "T D"))
-        require_dtype(self.name, "x", x, *FLOATS)
-        return (x,)
+        return (Aval((axes["T"], axes["D"]), dtype),)

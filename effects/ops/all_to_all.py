@@ -1,39 +1,39 @@
 """Exchange history partials by heads: each rank gets what all ranks computed for its own heads.
 
-    recv[s, t, n, :L] of rank r = out of rank s [t, r * N + n]
-    recv[s, t, n, L:] of rank r = the bits of lse of rank s [t, r * N + n]
+    recv[s, t, n]     of rank r = out of rank s [t, r * N + n]
+    recv_lse[s, t, n] of rank r = lse of rank s [t, r * N + n]      bit for bit
 
-One message: the LSE travels bit-exact in the payload's own dtype, as two
-16-bit lanes beside bf16 and fp16 (low half first), one lane beside fp32 and
-fp64.  The lanes are bits, not numbers: `mla_fx.payload` packs and unpacks
-them.  Source: vLLM's `a2a` DCP backend.
+How the two travel is the backend's: one message, an output and its LSE's bits
+side by side, in what we know.  Source: vLLM's `a2a` DCP backend.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import Aval, ShapeError, lse_lanes, match, require_dtype, same_dtype, wide_dtype
+from mla_fx.effects.aval import Aval, ShapeError, wide_dtype
+from mla_fx.effects.group import Group
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import instance
 
 
 @frozen
 class AllToAll(Op):
-    """`out` [T, H, L], `lse` [T, H] -> `recv` [W, T, N, E] with E = L + lanes, N = H / W, W = `ranks`."""
+    """Own heads' partials of all ranks, with N = H / W and W the size of `group`.
 
-    ranks: int
-    operands: ClassVar = ("out", "lse")
-    results: ClassVar = ("recv",)
-    communicates: ClassVar = "dcp"
+    `out` [T, H, L], `lse` [T, H] float32 (float64 beside float64) -> `recv` [W, T, N, L], `recv_lse` [W, T, N].
+    """
 
-    def shape_rule(self, out: Aval, lse: Aval) -> tuple[Aval, ...]:
-        """The group must divide the heads; the LSE has the dtype that goes with the output's."""
-        axes = match(self.name, out=(out, "T H L"), lse=(lse, "T H"))
-        dtype = same_dtype(self.name, out=out)
-        require_dtype(self.name, "lse", lse, wide_dtype(dtype))
-        if axes["H"] % self.ranks:
-            raise ShapeError(
-                f"{self.name}: axis H of out must be a multiple of the ranks, {self.ranks}: got {axes['H']}"
-            )
-        shape = (self.ranks, axes["T"], axes["H"] // self.ranks, axes["L"] + lse_lanes(dtype))
-        return (Aval(shape, dtype),)
+    group: Group = field(validator=instance(Group))
+    operands: ClassVar = {"out": "T H L", "lse": "T H wide"}
+    results: ClassVar = ("recv", "recv_lse")
+    communicates: ClassVar = "all_to_all"
+
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
+        """The group must divide the heads."""
+        ranks = self.group.size
+        if axes["H"] % ranks:
+            raise ShapeError(f"{self.name}: axis H of out must be a multiple of {self.group}: got {axes['H']}")
+        shape = (ranks, axes["T"], axes["H"] // ranks)
+        return Aval((*shape, axes["L"]), dtype), Aval(shape, wide_dtype(dtype))

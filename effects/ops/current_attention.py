@@ -14,11 +14,12 @@ part enters the merge once.  Padding tokens (t >= sum query_lengths) get output
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import Aval, match, require_dtype, same_dtype, wide_dtype
+from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
 from mla_fx.effects.ops.history_attention import WORKSPACE, check_query_lengths
+from mla_fx.effects.validate import number
 
 
 @frozen
@@ -29,26 +30,21 @@ class CurrentAttention(Op):
     -> `cur` [T, N, L] in the query dtype, `cur_lse` [T, N] float32 (float64 beside float64).
     """
 
-    scale: float
-    operands: ClassVar = ("q_latent", "q_rope", "latent", "k_rope", "query_lengths")
+    scale: float = field(validator=number(above=0))
+    operands: ClassVar = {
+        "q_latent": "T N L",
+        "q_rope": "T N R",
+        "latent": "T L",
+        "k_rope": "T R",
+        "query_lengths": "B host",
+    }
     results: ClassVar = ("cur", "cur_lse")
     uses: ClassVar = (WORKSPACE,)
 
-    def shape_rule(
-        self, q_latent: Aval, q_rope: Aval, latent: Aval, k_rope: Aval, query_lengths: Aval
-    ) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Query and keys have one dtype."""
-        axes = match(
-            self.name,
-            q_latent=(q_latent, "T N L"),
-            q_rope=(q_rope, "T N R"),
-            latent=(latent, "T L"),
-            k_rope=(k_rope, "T R"),
-            query_lengths=(query_lengths, "B"),
-        )
-        dtype = same_dtype(self.name, q_latent=q_latent, q_rope=q_rope, latent=latent, k_rope=k_rope)
-        require_dtype(self.name, "query_lengths", query_lengths, "host")
-        return q_latent, Aval((axes["T"], axes["N"]), wide_dtype(dtype))
+        shape = (axes["T"], axes["N"])
+        return Aval((*shape, axes["L"]), dtype), Aval(shape, wide_dtype(dtype))
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Lengths fit the tokens of the step."""

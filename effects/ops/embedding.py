@@ -12,32 +12,30 @@ as in Megatron-LM (arXiv 1909.08053) and vLLM.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import FLOATS, Aval, ShapeError, match, require_dtype
-from mla_fx.effects.op import InputError, Op
+from mla_fx.effects.aval import Aval, ShapeError
+from mla_fx.effects.group import Group
+from mla_fx.effects.op import Op
+from mla_fx.effects.validate import InputError, instance, integer
 
 
 @frozen
 class Embedding(Op):
-    """`tokens` int64 [T] in -1..vocabulary-1, `table` [A, D] -> [T, D]."""
+    """`tokens` int64 [T] in -1..vocabulary-1, `table` [A, D] of this rank of `group` -> [T, D]."""
 
-    vocabulary: int
-    ranks: int
-    operands: ClassVar = ("tokens", "table")
-    needs_rank: ClassVar = True
+    vocabulary: int = field(validator=integer(1))
+    group: Group = field(validator=instance(Group))
+    operands: ClassVar = {"tokens": "T int64", "table": "A D"}
 
-    def shape_rule(self, tokens: Aval, table: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """The ranks' rows together must be the vocabulary."""
-        axes = match(self.name, tokens=(tokens, "T"), table=(table, "A D"))
-        require_dtype(self.name, "tokens", tokens, "int64")
-        require_dtype(self.name, "table", table, *FLOATS)
-        if axes["A"] != -(-self.vocabulary // self.ranks):
+        if axes["A"] != self.group.share(self.vocabulary):
             raise ShapeError(
-                f"{self.name}: axis A of table must be {-(-self.vocabulary // self.ranks)}, a vocabulary of "
-                f"{self.vocabulary} over {self.ranks} ranks: got {axes['A']}"
+                f"{self.name}: axis A of table must be {self.group.share(self.vocabulary)}, a vocabulary of "
+                f"{self.vocabulary} over {self.group}: got {axes['A']}"
             )
-        return (Aval((axes["T"], axes["D"]), table.dtype),)
+        return (Aval((axes["T"], axes["D"]), dtype),)
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Every token is one of the vocabulary, or -1 for none."""

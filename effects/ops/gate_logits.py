@@ -6,11 +6,12 @@ Source: the gate of DeepSeek-V3 as transformers computes it; a logit rounded to
 16 bits would change which experts are chosen.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, match, same_dtype, wide_dtype
+from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
 
 
@@ -18,11 +19,9 @@ from mla_fx.effects.op import Op
 class GateLogits(Op):
     """`x` [T, D], `weight` [X, D] -> `logits` [T, X] float32 (float64 beside float64)."""
 
-    operands: ClassVar = ("x", "weight")
+    operands: ClassVar = {"x": "T D", "weight": "X D"}
     results: ClassVar = ("logits",)
 
-    def shape_rule(self, x: Aval, weight: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """One floating dtype in, the wide one out."""
-        axes = match(self.name, x=(x, "T D"), weight=(weight, "X D"))
-        dtype = same_dtype(self.name, x=x, weight=weight)
         return (Aval((axes["T"], axes["X"]), wide_dtype(dtype)),)

@@ -6,28 +6,27 @@ One message of L + R features a head.  Source: the DCP query gather of vLLM
 (all-gather on the head axis).
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import Aval, ShapeError, match, same_dtype
+from mla_fx.effects.aval import Aval
+from mla_fx.effects.group import Group
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import instance
 
 
 @frozen
 class GatherHeads(Op):
-    """`q_latent` [T, N, L], `q_rope` [T, N, R] -> [T, H, L], [T, H, R] with H = N * `ranks`."""
+    """`q_latent` [T, N, L], `q_rope` [T, N, R] -> [T, H, L], [T, H, R] with H = N * W, W ranks of `group`."""
 
-    ranks: int
-    operands: ClassVar = ("q_latent", "q_rope")
+    group: Group = field(validator=instance(Group))
+    operands: ClassVar = {"q_latent": "T N L", "q_rope": "T N R"}
     results: ClassVar = ("q_latent_all", "q_rope_all")
-    communicates: ClassVar = "dcp"
+    communicates: ClassVar = "all_gather"
 
-    def shape_rule(self, q_latent: Aval, q_rope: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Heads are multiplied by the ranks."""
-        axes = match(self.name, q_latent=(q_latent, "T N L"), q_rope=(q_rope, "T N R"))
-        dtype = same_dtype(self.name, q_latent=q_latent, q_rope=q_rope)
-        if self.ranks < 1:
-            raise ShapeError(f"{self.name}: ranks must be at least 1: got {self.ranks}")
-        heads = axes["N"] * self.ranks
+        heads = axes["N"] * self.group.size
         return Aval((axes["T"], heads, axes["L"]), dtype), Aval((axes["T"], heads, axes["R"]), dtype)

@@ -14,43 +14,43 @@ over them.  Sources: DeepSeek-V3 (sigmoid, two best, bias, arXiv 2412.19437),
 DeepSeek-V2 (softmax, the best one, no bias: give zeros).
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import field, frozen
-from attrs.validators import in_
 
-from mla_fx.effects.aval import Aval, ShapeError, match, require_dtype, same_dtype
+from mla_fx.effects.aval import Aval, ShapeError
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import InputError, boolean, integer, number, one_of
 
 
 @frozen(kw_only=True)
 class GatingTopK(Op):
     """`logits` [T, X], `bias` [X], both float32 (or float64) -> `weights` [T, U] like them, `experts` int32 [T, U]."""
 
-    top_k: int
-    groups: int = 1
-    top_groups: int = 1
-    scoring: str = field(default="sigmoid", validator=in_(("sigmoid", "softmax")))
-    group_score: str = field(default="top2", validator=in_(("top2", "max")))
-    normalise: bool = True
-    scale: float = 1.0
-    operands: ClassVar = ("logits", "bias")
+    top_k: int = field(validator=integer(1))
+    groups: int = field(default=1, validator=integer(1))
+    top_groups: int = field(default=1, validator=integer(1))
+    scoring: str = field(default="sigmoid", validator=one_of("sigmoid", "softmax"))
+    group_score: str = field(default="top2", validator=one_of("top2", "max"))
+    normalise: bool = field(default=True, validator=boolean)
+    scale: float = field(default=1.0, validator=number(above=0))
+    operands: ClassVar = {"logits": "T X wide", "bias": "X wide"}
     results: ClassVar = ("weights", "experts")
 
-    def shape_rule(self, logits: Aval, bias: Aval) -> tuple[Aval, ...]:
+    def __attrs_post_init__(self) -> None:
+        if self.top_groups > self.groups:
+            raise InputError(f"top_groups: must be in 1..{self.groups}, of so many groups: got {self.top_groups}")
+
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Groups divide the experts, and the groups that stay hold enough of them."""
-        axes = match(self.name, logits=(logits, "T X"), bias=(bias, "X"))
-        dtype = same_dtype(self.name, logits=logits, bias=bias)
-        require_dtype(self.name, "logits", logits, "fp32", "fp64")
         experts = axes["X"]
-        if self.groups < 1 or experts % self.groups:
+        if experts % self.groups:
             raise ShapeError(f"{self.name}: groups must divide axis X, {experts}: got {self.groups}")
         members = experts // self.groups
         if self.group_score == "top2" and members < 2:
             raise ShapeError(f"{self.name}: a group must have two experts for the sum of its two best: got {members}")
-        if not 1 <= self.top_groups <= self.groups:
-            raise ShapeError(f"{self.name}: top_groups must be in 1..{self.groups}: got {self.top_groups}")
-        if not 1 <= self.top_k <= self.top_groups * members:
+        if self.top_k > self.top_groups * members:
             raise ShapeError(
                 f"{self.name}: top_k must be in 1..{self.top_groups * members}, {self.top_groups} groups of {members}: "
                 f"got {self.top_k}"

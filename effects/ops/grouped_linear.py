@@ -7,11 +7,12 @@ their results hold anything.  Source: grouped matrix product of a mixture of
 experts; the weights are the checkpoint's `experts.*.*_proj.weight`, stacked.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, match, require_dtype, same_dtype
+from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 
 
@@ -19,11 +20,8 @@ from mla_fx.effects.op import Op
 class GroupedLinear(Op):
     """`rows` [Z, D], `weight` [Y, F, D], `counts` int64 [Y] -> [Z, F]."""
 
-    operands: ClassVar = ("rows", "weight", "counts")
+    operands: ClassVar = {"rows": "Z D", "weight": "Y F D", "counts": "Y int64"}
 
-    def shape_rule(self, rows: Aval, weight: Aval, counts: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """A count for every expert."""
-        axes = match(self.name, rows=(rows, "Z D"), weight=(weight, "Y F D"), counts=(counts, "Y"))
-        dtype = same_dtype(self.name, rows=rows, weight=weight)
-        require_dtype(self.name, "counts", counts, "int64")
         return (Aval((axes["Z"], axes["F"]), dtype),)

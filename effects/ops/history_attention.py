@@ -16,10 +16,11 @@ history on this rank, and a padding token (t >= sum query_lengths), gets output
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import Aval, match, require_dtype, same_dtype, wide_dtype
-from mla_fx.effects.op import InputError, Op
+from mla_fx.effects.aval import Aval, wide_dtype
+from mla_fx.effects.op import Op
+from mla_fx.effects.validate import InputError, number
 
 #: Scratch that both attention operators use; on an NPU one preallocated block serves both.
 WORKSPACE = "workspace"
@@ -44,47 +45,23 @@ class HistoryAttention(Op):
     -> `hist` [T, H, L] in the query dtype, `hist_lse` [T, H] float32 (float64 beside float64).
     """
 
-    scale: float
-    operands: ClassVar = (
-        "q_latent",
-        "q_rope",
-        "latent_cache",
-        "rope_cache",
-        "block_table",
-        "query_lengths",
-        "history_lengths",
-    )
+    scale: float = field(validator=number(above=0))
+    operands: ClassVar = {
+        "q_latent": "T H L",
+        "q_rope": "T H R",
+        "latent_cache": "C S L",
+        "rope_cache": "C S R",
+        "block_table": "B M int32",
+        "query_lengths": "B host",
+        "history_lengths": "B host",
+    }
     results: ClassVar = ("hist", "hist_lse")
     uses: ClassVar = (WORKSPACE,)
 
-    def shape_rule(
-        self,
-        q_latent: Aval,
-        q_rope: Aval,
-        latent_cache: Aval,
-        rope_cache: Aval,
-        block_table: Aval,
-        query_lengths: Aval,
-        history_lengths: Aval,
-    ) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Query and cache have one dtype."""
-        axes = match(
-            self.name,
-            q_latent=(q_latent, "T H L"),
-            q_rope=(q_rope, "T H R"),
-            latent_cache=(latent_cache, "C S L"),
-            rope_cache=(rope_cache, "C S R"),
-            block_table=(block_table, "B M"),
-            query_lengths=(query_lengths, "B"),
-            history_lengths=(history_lengths, "B"),
-        )
-        dtype = same_dtype(
-            self.name, q_latent=q_latent, q_rope=q_rope, latent_cache=latent_cache, rope_cache=rope_cache
-        )
-        require_dtype(self.name, "block_table", block_table, "int32")
-        require_dtype(self.name, "query_lengths", query_lengths, "host")
-        require_dtype(self.name, "history_lengths", history_lengths, "host")
-        return q_latent, Aval((axes["T"], axes["H"]), wide_dtype(dtype))
+        shape = (axes["T"], axes["H"])
+        return Aval((*shape, axes["L"]), dtype), Aval(shape, wide_dtype(dtype))
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Lengths fit tokens and table; every block that a length reaches is a block of the cache."""

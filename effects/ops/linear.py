@@ -5,11 +5,12 @@
 Source: `torch.nn.Linear` without bias, the layout of the checkpoint's `*_proj.weight`.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, match, same_dtype
+from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 
 
@@ -17,9 +18,8 @@ from mla_fx.effects.op import Op
 class Linear(Op):
     """`x` [T, D], `weight` [F, D] -> [T, F]."""
 
-    operands: ClassVar = ("x", "weight")
+    operands: ClassVar = {"x": "T D", "weight": "F D"}
 
-    def shape_rule(self, x: Aval, weight: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """One floating dtype; D must agree."""
-        axes = match(self.name, x=(x, "T D"), weight=(weight, "F D"))
-        return (Aval((axes["T"], axes["F"]), same_dtype(self.name, x=x, weight=weight)),)
+        return (Aval((axes["T"], axes["F"]), dtype),)

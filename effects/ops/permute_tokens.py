@@ -12,27 +12,28 @@ choice of experts, so a program serves every step.  Source: expert parallelism
 with replicated tokens; `npu_moe_init_routing_v2`.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
-from mla_fx.effects.aval import FLOATS, Aval, match, require_dtype
+from mla_fx.effects.aval import Aval
+from mla_fx.effects.group import Group
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import instance, integer
 
 
 @frozen
 class PermuteTokens(Op):
     """`x` [T, D], `experts` int32 [T, U], Y = `own` -> `rows` [T U, D], `counts` int64 [Y], `source` int32 [T, U]."""
 
-    own: int
-    ranks: int
-    operands: ClassVar = ("x", "experts")
+    own: int = field(validator=integer(1))
+    group: Group = field(validator=instance(Group))
+    operands: ClassVar = {"x": "T D", "experts": "T U int32"}
     results: ClassVar = ("rows", "counts", "source")
-    needs_rank: ClassVar = True
 
-    def shape_rule(self, x: Aval, experts: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """A row for every pair, since all tokens may come to this rank."""
-        axes = match(self.name, x=(x, "T D"), experts=(experts, "T U"))
-        require_dtype(self.name, "x", x, *FLOATS)
-        require_dtype(self.name, "experts", experts, "int32")
-        return Aval((axes["T"] * axes["U"], axes["D"]), x.dtype), Aval((self.own,), "int64"), experts
+        pairs = (axes["T"], axes["U"])
+        rows = Aval((axes["T"] * axes["U"], axes["D"]), dtype)
+        return rows, Aval((self.own,), "int64"), Aval(pairs, "int32")

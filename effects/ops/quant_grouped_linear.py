@@ -8,11 +8,12 @@ As `quant_linear`, grouped as `grouped_linear`: rows behind the last count are
 not read and their results hold anything.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import FLOATS, Aval, match, require_dtype, wide_dtype
+from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 
 
@@ -20,15 +21,8 @@ from mla_fx.effects.op import Op
 class QuantGroupedLinear(Op):
     """`rows` [Z, D], `weight` int8 [Y, F, D], `scale` [Y, F] (see `QuantLinear`), `counts` int64 [Y] -> [Z, F]."""
 
-    operands: ClassVar = ("rows", "weight", "scale", "counts")
+    operands: ClassVar = {"rows": "Z D", "weight": "Y F D int8", "scale": "Y F wide", "counts": "Y int64"}
 
-    def shape_rule(self, rows: Aval, weight: Aval, scale: Aval, counts: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """A count for every expert, a scale for each of its output features."""
-        axes = match(
-            self.name, rows=(rows, "Z D"), weight=(weight, "Y F D"), scale=(scale, "Y F"), counts=(counts, "Y")
-        )
-        require_dtype(self.name, "rows", rows, *FLOATS)
-        require_dtype(self.name, "weight", weight, "int8")
-        require_dtype(self.name, "scale", scale, wide_dtype(rows.dtype))
-        require_dtype(self.name, "counts", counts, "int64")
-        return (Aval((axes["Z"], axes["F"]), rows.dtype),)
+        return (Aval((axes["Z"], axes["F"]), dtype),)

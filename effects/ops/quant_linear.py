@@ -9,11 +9,12 @@ come, weights per output channel ahead of time, both symmetric.  Source:
 dynamic W8A8 as in `npu_dynamic_quant` and `npu_quant_matmul`.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import FLOATS, Aval, match, require_dtype, wide_dtype
+from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 
 
@@ -21,12 +22,8 @@ from mla_fx.effects.op import Op
 class QuantLinear(Op):
     """`x` [T, D], `weight` int8 [F, D], `scale` [F] float32 (float64 beside float64) -> [T, F] like `x`."""
 
-    operands: ClassVar = ("x", "weight", "scale")
+    operands: ClassVar = {"x": "T D", "weight": "F D int8", "scale": "F wide"}
 
-    def shape_rule(self, x: Aval, weight: Aval, scale: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """One scale for each output feature."""
-        axes = match(self.name, x=(x, "T D"), weight=(weight, "F D"), scale=(scale, "F"))
-        require_dtype(self.name, "x", x, *FLOATS)
-        require_dtype(self.name, "weight", weight, "int8")
-        require_dtype(self.name, "scale", scale, wide_dtype(x.dtype))
-        return (Aval((axes["T"], axes["F"]), x.dtype),)
+        return (Aval((axes["T"], axes["F"]), dtype),)

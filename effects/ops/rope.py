@@ -10,12 +10,15 @@ same scores, other order in the cache).  The computation is in the dtype of the
 angles, the result in that of `x`.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import optional
 
-from mla_fx.effects.aval import FLOATS, Aval, ShapeError, match, require_dtype, same_dtype
+from mla_fx.effects.aval import Aval, ShapeError
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import integer
 
 
 @frozen
@@ -26,18 +29,15 @@ class Rope(Op):
     one row of a token (the key, shared by all heads).
     """
 
-    heads: int | None
-    operands: ClassVar = ("x", "cos", "sin")
+    heads: int | None = field(validator=optional(integer(1)))
+    operands: ClassVar = {"x": "T D", "cos": "T half wide", "sin": "T half wide"}
 
-    def shape_rule(self, x: Aval, cos: Aval, sin: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """A head must be at least R wide."""
-        axes = match(self.name, x=(x, "T D"), cos=(cos, "T half"), sin=(sin, "T half"))
-        require_dtype(self.name, "x", x, *FLOATS)
-        same_dtype(self.name, cos=cos, sin=sin)
         heads, rope = self.heads or 1, 2 * axes["half"]
         if axes["D"] % heads or axes["D"] // heads < rope:
             raise ShapeError(
                 f"{self.name}: axis 1 of x must be {heads} heads of at least R = {rope} features: got {axes['D']}"
             )
         middle = () if self.heads is None else (heads,)
-        return (Aval((axes["T"], *middle, rope), x.dtype),)
+        return (Aval((axes["T"], *middle, rope), dtype),)

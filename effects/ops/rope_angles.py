@@ -8,12 +8,15 @@ The frequencies are parameters, computed by `mla_fx.rope.frequencies`; `m` is
 the ratio of the two YaRN mscales, 1 for DeepSeek-V3.  Sources: RoFormer, YaRN.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import deep_iterable
 
-from mla_fx.effects.aval import Aval, match, require_dtype
+from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
+from mla_fx.effects.validate import instance, number
 
 
 @frozen
@@ -23,14 +26,12 @@ class RopeAngles(Op):
     `like` is any activation of the step: only its dtype is looked at.
     """
 
-    frequencies: tuple[float, ...]
-    magnitude: float
-    operands: ClassVar = ("positions", "like")
+    frequencies: tuple[float, ...] = field(validator=deep_iterable(number(least=0), instance(tuple)))
+    magnitude: float = field(validator=number(above=0))
+    operands: ClassVar = {"positions": "T int64", "like": "T D"}
     results: ClassVar = ("cos", "sin")
 
-    def shape_rule(self, positions: Aval, like: Aval) -> tuple[Aval, ...]:
-        """`like` is any activation [T, D]; only its dtype counts."""
-        axes = match(self.name, positions=(positions, "T"), like=(like, "T D"))
-        require_dtype(self.name, "positions", positions, "int64")
-        angles = Aval((axes["T"], len(self.frequencies)), "fp64" if like.dtype == "fp64" else "fp32")
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
+        """Angles are wide beside `like`."""
+        angles = Aval((axes["T"], len(self.frequencies)), wide_dtype(dtype))
         return angles, angles

@@ -6,11 +6,12 @@
 variants (arXiv 2002.05202), as in DeepSeek-V3's `down_proj(silu(gate) * up)`.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import FLOATS, Aval, ShapeError, match, require_dtype
+from mla_fx.effects.aval import Aval, ShapeError
 from mla_fx.effects.op import Op
 
 
@@ -18,12 +19,10 @@ from mla_fx.effects.op import Op
 class Swiglu(Op):
     """`x` [T, 2 F] -> [T, F]."""
 
-    operands: ClassVar = ("x",)
+    operands: ClassVar = {"x": "T D"}
 
-    def shape_rule(self, x: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Two halves of one width."""
-        axes = match(self.name, x=(x, "T D"))
-        require_dtype(self.name, "x", x, *FLOATS)
         if axes["D"] % 2:
             raise ShapeError(f"{self.name}: axis D of x must be even, gate and up: got {axes['D']}")
-        return (Aval((axes["T"], axes["D"] // 2), x.dtype),)
+        return (Aval((axes["T"], axes["D"] // 2), dtype),)

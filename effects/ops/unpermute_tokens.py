@@ -7,11 +7,12 @@ in the all-reduce.  Source: `npu_moe_token_unpermute`; DeepSeek-V3 weighs the
 experts' outputs, not their inputs.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import FLOATS, Aval, ShapeError, match, require_dtype, wide_dtype
+from mla_fx.effects.aval import Aval, ShapeError
 from mla_fx.effects.op import Op
 
 
@@ -19,16 +20,12 @@ from mla_fx.effects.op import Op
 class UnpermuteTokens(Op):
     """`rows` [T U, D], `source` int32 [T, U], `weights` [T, U] float32 (float64 beside float64) -> [T, D]."""
 
-    operands: ClassVar = ("rows", "source", "weights")
+    operands: ClassVar = {"rows": "Z D", "source": "T U int32", "weights": "T U wide"}
 
-    def shape_rule(self, rows: Aval, source: Aval, weights: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """As many rows as `permute_tokens` gave."""
-        axes = match(self.name, rows=(rows, "Z D"), source=(source, "T U"), weights=(weights, "T U"))
-        require_dtype(self.name, "rows", rows, *FLOATS)
-        require_dtype(self.name, "source", source, "int32")
-        require_dtype(self.name, "weights", weights, wide_dtype(rows.dtype))
         if axes["Z"] != axes["T"] * axes["U"]:
             raise ShapeError(
                 f"{self.name}: axis Z of rows must be T U = {axes['T'] * axes['U']}, from source: got {axes['Z']}"
             )
-        return (Aval((axes["T"], axes["D"]), rows.dtype),)
+        return (Aval((axes["T"], axes["D"]), dtype),)

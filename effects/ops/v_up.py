@@ -6,11 +6,12 @@ Source: the value half of `kv_b_proj`, applied after the attention because
 attention and projection are both linear in the latent.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval, match, same_dtype
+from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 
 
@@ -18,10 +19,9 @@ from mla_fx.effects.op import Op
 class VUp(Op):
     """`attn` [T, N, L], `w_uv` [N, L, V] -> [T, N * V]."""
 
-    operands: ClassVar = ("attn", "w_uv")
+    operands: ClassVar = {"attn": "T N L", "w_uv": "N L V"}
     results: ClassVar = ("heads",)
 
-    def shape_rule(self, attn: Aval, w_uv: Aval) -> tuple[Aval, ...]:
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Heads and latent must agree."""
-        axes = match(self.name, attn=(attn, "T N L"), w_uv=(w_uv, "N L V"))
-        return (Aval((axes["T"], axes["N"] * axes["V"]), same_dtype(self.name, attn=attn, w_uv=w_uv)),)
+        return (Aval((axes["T"], axes["N"] * axes["V"]), dtype),)

@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mla_fx.backends import Rule
-from mla_fx.backends.torch_streams import Scratch
-from mla_fx.effects import Aval, Op
+from mla_fx.backends import Collective, Device, InProcess, Rule, Run
+from mla_fx.effects import Op
 from tests.backends.sizes import Case
-from tests.ops.conftest import NAMES
+from tests.ops.conftest import fields
 
 #: Operators that hand a number or a number of rows to the host, so that it waits for the device.
 WAITING = {
@@ -64,17 +62,13 @@ class Watch(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def aval(tensor: torch.Tensor) -> Aval:
-    return Aval(tuple(tensor.shape), NAMES[tensor.dtype])
-
-
-def ask(rule: Rule, case: Case, *, ranks: int, device: str = "meta") -> list[tuple[torch.Tensor, ...]]:
-    """The rule's results, asked as the interpreter of streams asks: of every rank, or of the last one by itself."""
+def ask(rule: Rule | Collective, case: Case, *, ranks: int, device: Device) -> list[tuple[torch.Tensor, ...]]:
+    """The rule's results, asked as a body asks: a collective of every rank, any other of the last one by itself."""
     op: Op = case.op
-    operands = case.operands(device)
-    if op.communicates:
-        turns = list(rule([operands] * ranks, **attrs.asdict(op)))
-        return turns[-ranks:]
-    scratch = {name: Scratch() for name in op.uses}
-    rank = {"rank": ranks - 1} if op.needs_rank else {}
-    return [rule(*operands, **attrs.asdict(op), **rank, **scratch)]
+    operands = case.operands(device.kind)
+    if not isinstance(rule, Collective):
+        return [rule(*operands, run=Run(ranks - 1, device), **fields(op))]
+    assert op.communicates
+    runs = [Run(rank, device) for rank in range(ranks)]
+    moved = InProcess(ranks).move(op.communicates, [rule.send(*operands, run=run, **fields(op)) for run in runs])
+    return [rule.receive(mine, *operands, run=run, **fields(op)) for mine, run in zip(moved, runs, strict=True)]

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import Aval, InputError, Op, Step, arguments, bind, schedule
+from mla_fx.effects import Aval, InputError, Op, Step, bind, schedule, trace
 from tests.processes import Member
 from tests.setups import Setup
 
@@ -19,14 +19,14 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def alone(op: Op, operands: tuple[torch.Tensor, ...]) -> Step:
     """A step of nothing but an op, for operands like these."""
-    inputs = arguments(**{f"x{k}": Aval(tuple(x.shape), NAMES[x.dtype]) for k, x in enumerate(operands)})
-    return Step(op.name, inputs, bind(op, *inputs.values()))
+    avals = {f"x{k}": Aval(tuple(x.shape), NAMES[x.dtype]) for k, x in enumerate(operands)}
+    return trace(lambda **values: bind(op, *values.values()), op.name, **avals)
 
 
 def decode(member: Member, *, name: str, setup: Setup) -> list[torch.Tensor]:
     """Output and cache of one step."""
     backend = backends.get(name, ranks=member.ranks, group=member.join("gloo"))
-    run = backend.compile(schedule(setup.step, orchestrations.attention_aside))
+    run = setup.compiled(backend, schedule(setup.step, orchestrations.attention_aside))
     own = backend.put([[argument[member.rank]] for argument in setup.arguments()], copy=True)
     return pytree.tree_leaves(run(*own))
 
@@ -42,7 +42,7 @@ def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...
 def refusals(member: Member) -> list[str]:
     """What is said of wrong use."""
     group, setup = member.join("gloo"), Setup(ranks=member.ranks)
-    run = backends.get("cpu", ranks=2, group=group).compile(schedule(setup.step, orchestrations.serial))
+    run = setup.compiled(backends.get("cpu", ranks=2, group=group), schedule(setup.step, orchestrations.serial))
     wrong: list[Any] = [
         lambda: backends.get("cpu", ranks=3, group=group),
         lambda: backends.get("cpu", ranks=2, adversary=5, group=group),

@@ -7,8 +7,8 @@ import attrs
 import torch
 
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import Aval, Op, ops
-from mla_fx.effects.aval import lse_lanes, wide_dtype
+from mla_fx.effects import Aval, Group, Op, ops
+from mla_fx.effects.aval import operand, wide_dtype
 
 HEADS, LATENT, ROPE, NOPE, VALUE = 128, 512, 64, 128, 128
 HIDDEN, QUERY, DENSE, EXPERT, SHARED = 7168, 1536, 18432, 2048, 2048
@@ -31,7 +31,7 @@ class Case:
         """Tensors without data, and lengths."""
         return tuple(
             self.lengths[name]
-            if aval.dtype == "host"
+            if name in self.lengths
             else torch.empty(aval.shape, dtype=DTYPES[aval.dtype], device=device)
             for name, aval in zip(self.op.operands, self.avals, strict=True)
         )
@@ -48,6 +48,10 @@ class Step:
     @property
     def heads(self) -> int:
         return HEADS // self.ranks
+
+    @property
+    def group(self) -> Group:
+        return Group("tp", self.ranks)
 
     def real(self, *shape: int) -> Aval:
         return Aval(shape, self.dtype)
@@ -111,15 +115,15 @@ def _caches(s: Step) -> tuple[Aval, Aval]:
     return s.real(BLOCKS, BLOCK, LATENT), s.real(BLOCKS, BLOCK, ROPE)
 
 
-def _write_cache(s: Step) -> list[Case]:
-    rows = (s.real(s.tokens, LATENT), s.real(s.tokens, ROPE), Aval((s.tokens,), "int64"))
-    return [Case(ops.WriteCache(), (*_caches(s), *rows))]
+def _write_rows(s: Step) -> list[Case]:
+    slots = Aval((s.tokens,), "int64")
+    return [Case(ops.WriteRows(), (cache, s.real(s.tokens, cache.shape[2]), slots)) for cache in _caches(s)]
 
 
 def _history(s: Step) -> list[Case]:
     query, history = s.requests()
     queries = (s.real(s.tokens, HEADS, LATENT), s.real(s.tokens, HEADS, ROPE))
-    table, lengths = Aval((len(query), COLUMNS), "int32"), Aval((len(query),), "host")
+    table, lengths = Aval((len(query), COLUMNS), "int32"), Aval((len(query),), "int64")
     return [
         Case(
             ops.HistoryAttention(0.07),
@@ -134,23 +138,18 @@ def _current(s: Step) -> list[Case]:
     queries = (s.real(s.tokens, s.heads, LATENT), s.real(s.tokens, s.heads, ROPE))
     keys = (s.real(s.tokens, LATENT), s.real(s.tokens, ROPE))
     return [
-        Case(ops.CurrentAttention(0.07), (*queries, *keys, Aval((len(query),), "host")), {"query_lengths": query})
+        Case(ops.CurrentAttention(0.07), (*queries, *keys, Aval((len(query),), "int64")), {"query_lengths": query})
         for query in (s.requests()[0], (1,) * s.tokens)
     ]
 
 
-def _combine(s: Step) -> list[Case]:
-    recv = s.real(s.ranks, s.tokens, s.heads, LATENT + lse_lanes(s.dtype))
-    return [Case(ops.Combine(), (recv, s.real(s.tokens, s.heads, LATENT), s.wide(s.tokens, s.heads)))]
-
-
 def _all_to_all(s: Step) -> list[Case]:
-    return [Case(ops.AllToAll(s.ranks), (s.real(s.tokens, HEADS, LATENT), s.wide(s.tokens, HEADS)))]
+    return [Case(ops.AllToAll(s.group), (s.real(s.tokens, HEADS, LATENT), s.wide(s.tokens, HEADS)))]
 
 
 def _gather_heads(s: Step) -> list[Case]:
     parts = (s.real(s.tokens, s.heads, LATENT), s.real(s.tokens, s.heads, ROPE))
-    return [Case(ops.GatherHeads(s.ranks), parts)]
+    return [Case(ops.GatherHeads(s.group), parts)]
 
 
 def _gating(s: Step) -> list[Case]:
@@ -179,25 +178,30 @@ def _quant_grouped(s: Step) -> list[Case]:
 
 
 def _permute(s: Step) -> list[Case]:
-    op = ops.PermuteTokens(EXPERTS // s.ranks, s.ranks)
+    op = ops.PermuteTokens(EXPERTS // s.ranks, s.group)
     return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32")))]
-
-
-def _unpermute(s: Step) -> list[Case]:
-    pairs = (s.tokens, TOP_K)
-    return [Case(ops.UnpermuteTokens(), (s.real(s.tokens * TOP_K, HIDDEN), Aval(pairs, "int32"), s.wide(*pairs)))]
 
 
 def _embedding(s: Step) -> list[Case]:
     table = s.real(-(-VOCABULARY // s.ranks), HIDDEN)
-    return [Case(ops.Embedding(VOCABULARY, s.ranks), (Aval((s.tokens,), "int64"), table))]
+    return [Case(ops.Embedding(VOCABULARY, s.group), (Aval((s.tokens,), "int64"), table))]
 
 
 def _single(make: Callable[[Step], Case]) -> Callable[[Step], list[Case]]:
     return lambda step: [make(step)]
 
 
-#: Op to its cases in a step.
+def _by_letters(op: type[Op], s: Step) -> list[Case]:
+    """The case of an op without parameters, from what it says of its operands, letter by letter."""
+    sizes = {"T": s.tokens, "N": s.heads, "H": HEADS, "W": s.ranks, "L": LATENT, "R": ROPE, "V": VALUE, "D": HIDDEN}
+    sizes |= {"X": EXPERTS, "U": TOP_K, "Z": s.tokens * TOP_K, "C": BLOCKS, "S": BLOCK, "O": 4}
+    dtypes = {"float": s.dtype, "wide": wide_dtype(s.dtype)}
+    said = map(operand, op.operands.values())
+    avals = (Aval(tuple(sizes[axis] for axis in one.axes), dtypes.get(one.kind, one.kind)) for one in said)
+    return [Case(op(), tuple(avals))]
+
+
+#: Op to its cases in a step, where one by the letters of its operands would not do.
 SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ops.Linear: _linear,
     ops.RmsNorm: _rms_norm,
@@ -209,34 +213,30 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ),
     ops.RopeAngles: _rope_angles,
     ops.Rope: _rope,
-    ops.WriteCache: _write_cache,
+    ops.WriteRows: _write_rows,
     ops.GatherHeads: _gather_heads,
-    ops.LocalHeads: _single(lambda s: Case(ops.LocalHeads(s.ranks), (s.real(s.tokens, HEADS, LATENT),))),
+    ops.LocalHeads: _single(lambda s: Case(ops.LocalHeads(s.group), (s.real(s.tokens, HEADS, LATENT),))),
     ops.HistoryAttention: _history,
     ops.CurrentAttention: _current,
     ops.AllToAll: _all_to_all,
-    ops.Combine: _combine,
-    ops.VUp: _single(lambda s: Case(ops.VUp(), (s.real(s.tokens, s.heads, LATENT), s.real(s.heads, LATENT, VALUE)))),
-    ops.AllReduce: _single(lambda s: Case(ops.AllReduce(), (s.real(s.tokens, HIDDEN),))),
-    ops.Add: _single(lambda s: Case(ops.Add(), (s.real(s.tokens, HIDDEN),) * 2)),
+    ops.AllReduce: _single(lambda s: Case(ops.AllReduce(s.group), (s.real(s.tokens, HIDDEN),))),
     ops.Embedding: _embedding,
-    ops.TakeRows: _single(lambda s: Case(ops.TakeRows(), (s.real(s.tokens, HIDDEN), Aval((4,), "int64")))),
     ops.Swiglu: _single(lambda s: Case(ops.Swiglu(), (s.real(s.tokens, 2 * EXPERT),))),
-    ops.GateLogits: _single(lambda s: Case(ops.GateLogits(), (s.real(s.tokens, HIDDEN), s.real(EXPERTS, HIDDEN)))),
     ops.GatingTopK: _gating,
     ops.PermuteTokens: _permute,
     ops.GroupedLinear: _grouped_linear,
-    ops.UnpermuteTokens: _unpermute,
     ops.QuantLinear: _quant_linear,
     ops.QuantGroupedLinear: _quant_grouped,
     ops.AllGather: _single(
-        lambda s: Case(ops.AllGather(VOCABULARY, s.ranks), (s.real(s.tokens, -(-VOCABULARY // s.ranks)),))
+        lambda s: Case(ops.AllGather(VOCABULARY, s.group), (s.real(s.tokens, -(-VOCABULARY // s.ranks)),))
     ),
 }
 
 
 def cases(op: type[Op], step: Step) -> list[Case]:
-    """Raises `LookupError` for an op that nobody has given sizes."""
-    if op not in SIZES:
+    """Raises `LookupError` for an op with parameters that nobody has given sizes."""
+    if op in SIZES:
+        return SIZES[op](step)
+    if attrs.fields(op):
         raise LookupError(f"no sizes for op {op.__name__}: add them to {__name__}")
-    return SIZES[op](step)
+    return _by_letters(op, step)

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from mla_fx import backends, orchestrations
-from mla_fx.backends import cpu
-from mla_fx.effects import ops, schedule
+from mla_fx.backends.body import collective_of
+from mla_fx.effects import Group, ops, schedule
 from tests.backends import ranks as do
 from tests.processes import Nursery, nursery
 from tests.setups import Setup
 
+FOUR = Group("dcp", 4)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,7 +30,7 @@ def test_step(processes, ranks, name, dtype):
     given = Setup(ranks=ranks, dtype=dtype)
     whole = backends.get(name, ranks=ranks)
     program = schedule(given.step, orchestrations.attention_aside)
-    wanted, caches = whole.compile(program)(*whole.put(given.arguments(), copy=True))
+    wanted, caches = given.compiled(whole, program)(*whole.put(given.arguments(), copy=True))
     found = processes.run(do.decode, ranks=ranks, name=name, setup=given)
     for rank, (out, *cache) in enumerate(found):
         torch.testing.assert_close(out, wanted[rank], rtol=0, atol=0.02 if dtype == "bf16" else 1e-6)
@@ -49,15 +50,15 @@ def test_what_moves_arrives_bit_for_bit(processes, dtype):
         return torch.from_numpy(rng.integers(0, 256, count, dtype=np.uint8)).view(dtype).view(shape)
 
     for op, shapes in (
-        (ops.AllToAll(4), (((3, 4, 5), dtype), ((3, 4), wide))),
-        (ops.GatherHeads(4), (((3, 2, 8), dtype), ((3, 2, 4), dtype))),
-        (ops.AllGather(features=18, ranks=4), (((3, 5), dtype),)),
+        (ops.AllToAll(FOUR), (((3, 4, 5), dtype), ((3, 4), wide))),
+        (ops.GatherHeads(FOUR), (((3, 2, 8), dtype), ((3, 2, 4), dtype))),
+        (ops.AllGather(18, FOUR), (((3, 5), dtype),)),
     ):
         given = [tuple(drawn(*shape, dtype=of) for shape, of in shapes) for _ in range(4)]
-        params = {"ranks": 4, **({"features": op.features} if isinstance(op, ops.AllGather) else {})}
         found = processes.run(do.collective, ranks=4, op=op, operands=given)
-        for ours, exactly in zip(found, cpu.RULES[type(op)](given, **params), strict=True):
-            for a, b in zip(ours, exactly, strict=True):
+        together = collective_of(backends.get("cpu", ranks=4), op)(*(x for mine in given for x in mine))
+        for rank, ours in enumerate(found):
+            for a, b in zip(ours, together[rank * len(ours) : (rank + 1) * len(ours)], strict=True):
                 assert a.is_contiguous()
                 assert torch.equal(a.view(BITS[dtype.itemsize]), b.view(BITS[dtype.itemsize]))
 
@@ -67,8 +68,8 @@ def test_what_is_refused(processes):
     for messages in processes.run(do.refusals, ranks=2):
         assert messages == [
             "ranks: must be the size of the group, 2: got 3",
-            "adversary: it plays all ranks, a group of processes has none: got 5",
-            "params: must be a sequence with one entry for each of 1 ranks: got list of 2",
+            "adversary: it plays all ranks on the host: got seed 5 for 1 of 2 ranks on cpu",
+            "cache: must be a sequence with one entry for each of 1 ranks: got list of 2",
         ]
     (error,) = [outcome.error for outcome in processes.outcomes(do.stranger, ranks=2) if outcome.error]
     assert "InputError: group: this process must be a rank of it" in error

@@ -3,11 +3,13 @@
 The error names the field, the rule and the value; caches stay as they were.
 """
 
+import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from mla_fx import backends, orchestrations
-from mla_fx.effects import Aval, Input, InputError, Program, schedule
+from mla_fx.effects import InputError, Program, schedule
 from tests.setups import Setup
 
 SETUP = Setup()
@@ -15,8 +17,8 @@ PROGRAM = schedule(SETUP.step, orchestrations.attention_aside)
 
 
 def with_batch(**changes):
-    def change(params, caches, hidden, batches):
-        return params, caches, hidden, [batches[0], batches[1]._replace(**changes)]
+    def change(caches, hidden, batches):
+        return caches, hidden, [batches[0], batches[1]._replace(**changes)]
 
     return change
 
@@ -32,15 +34,31 @@ def slots(*values: int) -> torch.Tensor:
 
 
 def with_cache(make):
-    def change(params, caches, hidden, batches):
-        return params, [caches[0], caches[1]._replace(latent=make(caches[1].latent))], hidden, batches
+    def change(caches, hidden, batches):
+        return [caches[0], caches[1]._replace(latent=make(caches[1].latent))], hidden, batches
 
     return change
 
 
 def with_hidden(x):
-    return lambda params, caches, hidden, batches: (params, caches, [hidden[0], x], batches)
+    return lambda caches, hidden, batches: (caches, [hidden[0], x], batches)
 
+
+def overlapping_ranks(caches, hidden, batches):
+    big = torch.zeros(16, 4, 16)
+    return [caches[0]._replace(latent=big[:12]), caches[1]._replace(latent=big[4:])], hidden, batches
+
+
+def rope_inside(caches, hidden, batches):
+    inside = caches[1].latent.view(-1)[-caches[1].rope.numel() :].view(caches[1].rope.shape)
+    return [caches[0], caches[1]._replace(rope=inside)], hidden, batches
+
+
+def hidden_inside(caches, hidden, batches):
+    return caches, [hidden[0], caches[0].latent.view(-1)[40 : 40 + 72].view(3, 24)], batches
+
+
+LENGTHS = "batch.history_lengths of rank 1: must be a tuple of 2 integers"
 
 ROWS = {
     "block id beyond the cache": (
@@ -63,7 +81,7 @@ ROWS = {
     ),
     "slot beyond the cache": (
         with_batch(slots=slots(-1, 48, 0)),
-        r"rank 1, write_cache: slots: each must be -1 or in 0..47 \(12 blocks of 4\): got 48",
+        r"rank 1, write_rows: slots: each must be -1 or in 0..47 \(12 blocks of 4\): got 48",
     ),
     "slot below -1": (with_batch(slots=slots(-2, 1, 0)), r"slots: each must be -1 or in 0..47 .*: got -2"),
     "one slot twice": (with_batch(slots=slots(5, -1, 5)), r"slots: no two tokens may have one slot: got \[5, 5\]"),
@@ -97,15 +115,39 @@ ROWS = {
         r"hidden of rank 1: must have dtype fp32: got complex64",
     ),
     "one rank too few": (
-        lambda params, caches, hidden, batches: (params, caches, hidden[:1], batches),
+        lambda caches, hidden, batches: (caches, hidden[:1], batches),
         r"hidden: must be a sequence with one entry for each of 2 ranks: got list of 1",
     ),
     "one cache for two ranks": (
-        lambda params, caches, hidden, batches: (params, [caches[0]] * 2, hidden, batches),
-        r"cache.latent: every rank must have a state of its own: got one tensor for several ranks",
+        lambda caches, hidden, batches: ([caches[0]] * 2, hidden, batches),
+        r"cache.latent of rank 0: is updated in place and must have memory of its own: "
+        r"got memory that cache.latent of rank 1 lies in too",
     ),
+    "overlapping caches of two ranks": (
+        overlapping_ranks,
+        r"cache.latent of rank 0: .* cache.latent of rank 1 lies in",
+    ),
+    "a cache of rotations inside that of latents": (
+        rope_inside,
+        r"cache.latent of rank 1: is updated in place and must have memory of its own: .* cache.rope of rank 1 lies in",
+    ),
+    "hidden states inside a cache": (
+        hidden_inside,
+        r"cache.latent of rank 0: .* got memory that hidden of rank 1 lies",
+    ),
+    "a cache on another device": (
+        with_cache(lambda t: t.to("meta")),
+        r"cache.latent of rank 1: must be on cpu, as Backend.put moves it: got meta",
+    ),
+    "a sparse tensor": (
+        with_hidden(torch.zeros(3, 24).to_sparse()),
+        r"hidden of rank 1: must be a plain tensor, .*: got torch.sparse_coo",
+    ),
+    "lengths in floats": (with_batch(history_lengths=(4.0, 2.0)), rf"{LENGTHS}: got \(4.0, 2.0\)"),
+    "lengths of NumPy": (with_batch(history_lengths=(np.int64(4), 2)), rf"{LENGTHS}: got \(.*4.*, 2\)"),
+    "lengths that are bools": (with_batch(history_lengths=(True, 2)), rf"{LENGTHS}: got \(True, 2\)"),
     "no batch": (
-        lambda params, caches, hidden, batches: (params, caches, hidden, [batches[0], {}]),
+        lambda caches, hidden, batches: (caches, hidden, [batches[0], {}]),
         r"batch of rank 1: must have .positions, int64\[3\]: got 'dict' object has no attribute 'positions'",
     ),
 }
@@ -115,27 +157,50 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_refused_with_caches_as_they_were(row, seed):
     change, message = ROWS[row]
-    run = backends.get("cpu", ranks=2, adversary=seed).compile(PROGRAM)
-    params, caches, hidden, batches = SETUP.arguments()
+    run = SETUP.compiled(backends.get("cpu", ranks=2, adversary=seed), PROGRAM)
+    caches, hidden, batches = SETUP.arguments()
     with pytest.raises(InputError, match=message):
-        run(*change(params, caches, hidden, batches))
+        run(*change(caches, hidden, batches))
     for mine, before in zip(caches, SETUP.caches(), strict=True):
         assert torch.equal(mine.latent, before.latent) and torch.equal(mine.rope, before.rope)
-    run(params, caches, hidden, batches)  # and the same function goes on working
+    run(caches, hidden, batches)  # and the same function goes on working
 
 
 def test_entries_behind_the_lengths_may_be_anything():
     garbage = torch.full_like(SETUP.batches()[0].block_table, 2147480000)
     for b, width in enumerate((2, 1)):
         garbage[b, :width] = SETUP.batches()[0].block_table[b, :width]
-    params, caches, hidden, batches = SETUP.arguments()
-    run = backends.get("cpu", ranks=2).compile(PROGRAM)
-    out, _ = run(params, caches, hidden, [batch._replace(block_table=garbage) for batch in batches])
-    plain, _ = run(params, SETUP.caches(), hidden, batches)
+    caches, hidden, batches = SETUP.arguments()
+    run = SETUP.compiled(backends.get("cpu", ranks=2), PROGRAM)
+    out, _ = run(caches, hidden, [batch._replace(block_table=garbage) for batch in batches])
+    plain, _ = run(SETUP.caches(), hidden, batches)
     assert torch.equal(out[0], plain[0])
 
 
-def test_names_that_are_no_path():
-    bad = Program((Input("import os", Aval((2,), "fp32")),), ("import os",), ())
-    with pytest.raises(InputError, match=r"input name: must be a word, then attributes or indices.*got 'import os'"):
-        backends.get("cpu").compile(bad)
+def test_a_state_inside_a_parameter_is_refused():
+    backend = backends.get("cpu", ranks=2)
+    params, (caches, hidden, batches) = SETUP.params(), SETUP.arguments()
+    big = torch.zeros(12 * 4 * 16 + 24 * 24)
+    params[1] = params[1]._replace(o_proj=big[-params[1].o_proj.numel() :].view(params[1].o_proj.shape))
+    run = backend.compile(PROGRAM, backend.prepare(PROGRAM, params))
+    run(caches, hidden, batches)
+    inside = [caches[0], caches[1]._replace(latent=big[-12 * 4 * 16 :].view(12, 4, 16))]
+    with pytest.raises(InputError, match=r"cache.latent of rank 1: .* got memory that params.o_proj of rank 1 lies in"):
+        run(inside, hidden, batches)
+
+
+def test_inputs_in_any_order():
+    """The order of the inputs of a program is not that of its arguments: leaves go where their paths say."""
+    inputs = PROGRAM.inputs
+    for shuffled in (inputs[::-1], (*inputs[1::2], *inputs[::2])):
+        program = evolve(PROGRAM, inputs=shuffled)
+        run, names = SETUP.compiled(backends.get("cpu", ranks=2), program), ("cache", "hidden", "batch")
+        given = dict(zip(names, SETUP.arguments(), strict=True))
+        out, _ = run(*(given[name] for name in run.load.leaves.arguments))
+        plain, _ = SETUP.compiled(backends.get("cpu", ranks=2), PROGRAM)(*SETUP.arguments())
+        assert torch.equal(out[0], plain[0])
+
+
+def test_a_program_without_anything_runs():
+    for seed in (None, 1):
+        assert backends.get("cpu", adversary=seed).compile(Program((), (), ()))() == ()

@@ -3,65 +3,91 @@
     out[i] = (salt + sum_k (k + 2) * operand_k[i]) * 31 mod 10007
 
 NaN goes through.  Salts are unique within a step, so they also say which
-stream a call is placed on.
+stream an equation is put on.  A collective adds what the ranks send, each
+weighed by how far it is from the receiver, and feels the size of its group.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from attrs import frozen
 from hypothesis import strategies as st
 
-from mla_fx.backends import Backend
-from mla_fx.effects import Aval, Call, Launch, Op, Program, Step, Value, arg, bind
+from mla_fx.backends import Backend, Collective, Executable, InProcess
+from mla_fx.backends.adversary import Adversary
+from mla_fx.backends.device import Run
+from mla_fx.effects import Aval, Equation, Group, Input, Launch, Op, Program, Step, Value, bind, trace
 
 SIZE = 2
 RANKS = 2
+STREAMS = ("main", "side", "comm", "aux")
+X = Aval((SIZE,), "fp64")
+DCP, TP = Group("dcp", RANKS), Group("tp", RANKS)
 
 
 @frozen
 class Toy(Op):
     salt: int
 
-    def shape_rule(self, *operands: Aval) -> tuple[Aval, ...]:
-        return tuple(operands[0] for _ in self.results)
+    def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
+        return tuple(Aval((axes["T"],), dtype) for _ in self.results)
 
 
 @frozen
 class One(Toy):
-    operands: ClassVar = ("a",)
+    operands: ClassVar = {"a": "T"}
 
 
 @frozen
 class Two(Toy):
-    operands: ClassVar = ("a", "b")
+    operands: ClassVar = {"a": "T", "b": "T"}
 
 
 @frozen
 class Fork(Toy):
-    operands: ClassVar = ("a",)
+    operands: ClassVar = {"a": "T"}
     results: ClassVar = ("left", "right")
 
 
 @frozen
-class Scratch(Toy):
-    operands: ClassVar = ("a",)
+class Scratch(One):
     uses: ClassVar = ("workspace",)
 
 
 @frozen
+class Room(One):
+    """Another workspace."""
+
+    uses: ClassVar = ("room",)
+
+
+@frozen
+class Both(One):
+    """Two workspaces at once."""
+
+    uses: ClassVar = ("workspace", "room")
+
+
+@frozen
 class Update(Toy):
-    operands: ClassVar = ("state", "a")
+    operands: ClassVar = {"state": "T", "a": "T"}
     results: ClassVar = ("state",)
-    writes: ClassVar[Mapping[int, int]] = MappingProxyType({0: 0})
+    writes: ClassVar = {"state": "state"}
 
 
 @frozen
 class Exchange(Toy):
-    operands: ClassVar = ("a",)
-    communicates: ClassVar = "dcp"
+    group: Group = DCP
+    operands: ClassVar = {"a": "T"}
+    communicates: ClassVar = "all_gather"
+
+
+@frozen
+class Swap(Exchange):
+    """A collective that needs a workspace too: its name is that of a group, and they are kept apart."""
+
+    uses: ClassVar = ("dcp",)
 
 
 def mix(*operands: torch.Tensor, salt: int) -> torch.Tensor:
@@ -69,96 +95,145 @@ def mix(*operands: torch.Tensor, salt: int) -> torch.Tensor:
     return torch.remainder(total * 31, 10007)
 
 
-def mix_rule(*operands: torch.Tensor, salt: int) -> tuple[torch.Tensor, ...]:
+def mix_rule(*operands: torch.Tensor, run: Run, salt: int) -> tuple[torch.Tensor, ...]:
     return (mix(*operands, salt=salt),)
 
 
-def fork_rule(a: torch.Tensor, *, salt: int) -> tuple[torch.Tensor, ...]:
+def fork_rule(a: torch.Tensor, *, run: Run, salt: int) -> tuple[torch.Tensor, ...]:
     return mix(a, salt=salt), mix(a, salt=salt + 1)
 
 
-def update_rule(state: torch.Tensor, a: torch.Tensor, *, salt: int) -> tuple[torch.Tensor, ...]:
+def update_rule(state: torch.Tensor, a: torch.Tensor, *, run: Run, salt: int) -> tuple[torch.Tensor, ...]:
     return (state.copy_(mix(state, a, salt=salt)),)
 
 
-def exchange_rule(ranks: Sequence[tuple[torch.Tensor]], *, salt: int) -> list[tuple[torch.Tensor]]:
-    values = [a for (a,) in ranks]
-    return [(mix(*values[r:], *values[:r], salt=salt),) for r in range(len(values))]
+def send(a: torch.Tensor, *, run: Run, salt: int, group: Group) -> torch.Tensor:
+    return a.clone()
+
+
+def receive(moved: torch.Tensor, a: torch.Tensor, *, run: Run, salt: int, group: Group) -> tuple[torch.Tensor, ...]:
+    return (mix(*moved.roll(-run.rank, 0), salt=salt),)
 
 
 RULES: Mapping[type[Op], Any] = {
-    One: mix_rule,
-    Two: mix_rule,
-    Scratch: mix_rule,
+    **dict.fromkeys((One, Two, Scratch, Room, Both), mix_rule),
     Fork: fork_rule,
     Update: update_rule,
-    Exchange: exchange_rule,
+    **dict.fromkeys((Exchange, Swap), Collective(send, receive)),
 }
 
 
 def backend(seed: int | None = None, ranks: int = RANKS) -> Backend:
-    return Backend("toys", RULES, ranks=ranks, adversary=seed)
+    return Backend("toys", RULES, InProcess(ranks), adversary=seed)
 
 
 def run(program: Program, seed: int | None = None, ranks: int = RANKS) -> list[float]:
     """Outputs of all ranks, flat; `seed` None runs plainly."""
-    executable = backend(seed, ranks).compile(program, unchecked=True)
-    arguments = [
-        [torch.full((SIZE,), float(100 * k + 7 * r + 1), dtype=torch.float64) for r in range(ranks)]
-        for k in range(len(program.inputs))
-    ]
-    outputs = executable(*arguments)
-    return [float(x) for entry in outputs for tensor in entry for x in tensor]
+    return next(runs(program, [seed], ranks))
+
+
+def runs(program: Program, seeds: Iterable[int | None], ranks: int = RANKS) -> Iterator[list[float]]:
+    """Outputs under one seed after the other, of a program that is compiled once."""
+    made: dict[bool, Executable] = {}
+    for seed in seeds:
+        hostile = seed is not None
+        if hostile not in made:
+            made[hostile] = backend(seed, ranks).compile(program, unchecked=True)
+        if isinstance(made[hostile].body, Adversary):
+            made[hostile].body.seed = seed
+        arguments = [
+            [torch.full((SIZE,), float(100 * k + 7 * r + 1), dtype=torch.float64) for r in range(ranks)]
+            for k in range(len(program.inputs))
+        ]
+        yield [float(x) for entry in made[hostile](*arguments) for tensor in entry for x in tensor]
 
 
 def same(left: list[float], right: list[float]) -> bool:
     return left == right  # NaN differs from itself, as it should here
 
 
-def goes_wrong(program: Program, expected: list[float], seeds: range) -> bool:
-    return any(not same(run(program, seed), expected) for seed in seeds)
+def right(program: Program, expected: list[float], seeds: Iterable[int | None]) -> None:
+    """Every seed gives what is expected."""
+    seeds = list(seeds)
+    for seed, found in zip(seeds, runs(program, seeds), strict=True):
+        assert same(found, expected), f"wrong under seed {seed}\n{program}"
+
+
+def goes_wrong(program: Program, expected: list[float], seeds: Iterable[int]) -> bool:
+    return any(not same(found, expected) for found in runs(program, seeds))
+
+
+def step_of(function: Callable[..., Any], *names: str) -> Step:
+    """The step of a function of values [SIZE], named as its arguments are."""
+    code = function.__code__
+    return trace(function, "toy", **dict.fromkeys(names or code.co_varnames[: code.co_argcount], X))
+
+
+def put(name: str) -> Input:
+    return Input(name, X)
+
+
+#: What random steps are made of; the more often a kind stands here, the more often it is drawn.
+KINDS: tuple[type[Toy], ...] = (One, One, Two, Two, Fork, Scratch, Scratch, Room, Both, Exchange, Swap, Update, Update)
+GROUPS = (DCP, TP)
+
+
+#: Fewer reasons for an order, so that values are still in use on several streams when their own goes on: keeps.
+CALM: tuple[type[Toy], ...] = (One, One, Two, Two, Fork, Exchange)
 
 
 @st.composite
-def steps(draw: st.DrawFn, max_calls: int = 9) -> Step:
+def steps(draw: st.DrawFn, max_calls: int = 9, kinds: tuple[type[Toy], ...] = ()) -> Step:
     """A random computation: every value ends up in an output, states are written in place."""
-    inputs = {f"x{k}": arg(f"x{k}", (SIZE,), "fp64") for k in range(draw(st.integers(1, 3)))}
-    values: list[Value] = list(inputs.values())
-    states: list[Value] = []  # newest versions
-    used: set[int] = set()
-    for salt in range(1, 2 * draw(st.integers(1, max_calls)), 2):
-        kind = draw(st.sampled_from([One, One, Two, Fork, Scratch, Scratch, Exchange, Update, Update]))
-        if kind is Update and not states:
-            # A state that the program makes, or one of the caller's.
-            states.append(values.pop(draw(st.integers(0, len(values) - 1))) if len(values) > 1 else values[0])
-            if len(values) == 1 and states[-1] is values[0]:
-                states.pop()
+    kinds = kinds or draw(st.sampled_from([KINDS, CALM]))
+    count, calls = draw(st.integers(1, 3)), draw(st.integers(1, max_calls))
+
+    def compute(**inputs: Value) -> tuple[Value, ...]:
+        values = list(inputs.values())
+        states: list[Value] = []  # newest versions
+        made: list[Value] = []
+        used: set[Value] = set()
+        for salt in range(1, 2 * calls, 2):
+            kind = draw(st.sampled_from(kinds))
+            if kind is Update and not states and len(values) > 1:
+                # A state that the program makes, or one of the caller's.
+                states.append(values.pop(draw(st.integers(0, len(values) - 1))))
+            if kind is Update and not states:
                 kind = One
-        readable = [*values, *states]
-        if kind is Update:
-            which = draw(st.integers(0, len(states) - 1))
-            operands = [states[which], draw(st.sampled_from(values))]
-            results = bind(Update(salt), *operands)
-            states[which] = results[0]
-        else:
-            operands = [draw(st.sampled_from(readable)) for _ in kind.operands]
-            results = bind(kind(salt), *operands)
-            values.extend(results)
-        used.update(map(id, operands))
-    ends = [v for v in values if id(v) not in used and v.call is not None] + [s for s in states if s.call]
-    return Step("toys", inputs, tuple(dict.fromkeys(ends)))
+            if kind is Update:
+                which = draw(st.integers(0, len(states) - 1))
+                operands = [states[which], draw(st.sampled_from(values))]
+                results = bind(Update(salt), *operands)
+                states[which] = results[0]
+            else:
+                group = {"group": draw(st.sampled_from(GROUPS))} if kind.communicates else {}
+                operands = [draw(st.sampled_from([*values, *states])) for _ in kind.operands]
+                results = bind(kind(salt, **group), *operands)
+                values.extend(results)
+            made.extend(results)
+            used.update(operands)
+        ends = [v for v in values if v not in used and v in made] + [s for s in states if s in made]
+        return tuple(dict.fromkeys(ends))
+
+    return trace(compute, "toys", **{f"x{k}": X for k in range(count)})
+
+
+def placed(table: Mapping[int, str]) -> Callable[[Equation], str]:
+    """A stream for every salt; main where the table has none."""
+
+    def by_salt(equation: Equation) -> str:
+        op = equation.op
+        assert isinstance(op, Toy)
+        return table.get(op.salt, "main")
+
+    return by_salt
 
 
 @st.composite
-def placements(draw: st.DrawFn, max_streams: int = 4) -> Any:
+def orchestrations(draw: st.DrawFn, max_streams: int = 4) -> Callable[[Equation], str]:
     """A random stream for every salt."""
-    streams = ["main", "side", "comm", "aux"][: draw(st.integers(1, max_streams))]
-    table = draw(st.lists(st.sampled_from(streams), min_size=24, max_size=24))
-
-    def place(call: Call) -> str:
-        return table[call.op.salt % len(table)]
-
-    return place
+    streams = STREAMS[: draw(st.integers(1, max_streams))]
+    return placed(dict(enumerate(draw(st.lists(st.sampled_from(streams), min_size=24, max_size=24)))))
 
 
 def launches(program: Program) -> list[int]:

@@ -124,8 +124,8 @@ def make_runner(
         table_width=table_width,
         dtype="fp32",
     )
-    machine = backends.get(backend, ranks=ranks, adversary=adversary)
-    return Runner.load(Checkpoint.open(directory), machine, shape=shape, **options)
+    chosen = backends.get(backend, ranks=ranks, adversary=adversary)
+    return Runner.load(Checkpoint.open(directory), chosen, shape=shape, **options)
 
 
 def run(engine: Engine, most: int = 1000) -> Iterator[Output]:

@@ -101,10 +101,10 @@ def ours(directory, xs: list[torch.Tensor], *, ranks: int, interleave: int, back
     shape = StepShape(
         ranks=ranks, tokens=48, requests=3, blocks=3 * width, block_size=4, table_width=width, dtype=dtype
     )
-    run = made.compile(schedule(attention_step(checkpoint.config.attention, shape), orchestrations.attention_aside))
+    program = schedule(attention_step(checkpoint.config.attention, shape), orchestrations.attention_aside)
     kind = torch.float64 if dtype == "fp64" else torch.float32
     loaders = [Loader(checkpoint=checkpoint, rank=rank, ranks=ranks, dtype=kind) for rank in range(ranks)]
-    params = [loader.attention(1) for loader in loaders]
+    run = made.compile(program, made.prepare(program, [loader.attention(1) for loader in loaders]))
     caches = [
         empty_cache(checkpoint.config.attention, blocks=3 * width, block_size=4, dtype=kind)[0] for _ in range(ranks)
     ]
@@ -123,7 +123,7 @@ def ours(directory, xs: list[torch.Tensor], *, ranks: int, interleave: int, back
         rows = torch.cat([x[d : d + n] for x, d, n in zip(xs, done, step, strict=True)])
         hidden = torch.zeros(48, rows.shape[1], dtype=kind)
         hidden[: len(rows)] = rows
-        out, caches = run(*made.put((params, caches)), [hidden] * ranks, batches)
+        out, caches = run(made.put(caches), [hidden] * ranks, batches)
         done = [d + n for d, n in zip(done, step, strict=True)]
     return out[0][: sum(NEW)].double()
 

@@ -27,7 +27,7 @@ MARGIN: Final = 2e-3
 
 AXES: Final[Mapping[str, Sequence[Any]]] = {
     "ranks": (1, 2, 4, 8),
-    "placement": tuple(orchestrations.NAMED),
+    "orchestration": tuple(orchestrations.NAMED),
     "chunk": (5, 16, 512),
     "interleave": (1, BLOCK),
     "company": (False, True),
@@ -53,10 +53,10 @@ def pairs(choice: Mapping[str, Any]) -> set[Any]:
 
 
 def serve(
-    *, ranks: int, placement: str, chunk: int, interleave: int, company: bool, mode: str, drafts: int
+    *, ranks: int, orchestration: str, chunk: int, interleave: int, company: bool, mode: str, drafts: int
 ) -> tuple[list[int], list[int]]:
     """The tokens behind the prompt, and the number of requests that run beside each other at each step."""
-    chosen = orchestrations.NAMED[placement]
+    chosen = orchestrations.NAMED[orchestration]
     runner = make_runner(
         small(),
         ranks=ranks,
@@ -65,8 +65,8 @@ def serve(
         block_size=BLOCK,
         table_width=20,
         interleave=interleave,
-        placement=chosen,
-        prefill_placement=chosen,
+        orchestration=chosen,
+        prefill_orchestration=chosen,
         mode=mode,
         mtp=drafts > 0,
     )
@@ -86,7 +86,7 @@ def serve(
 @pytest.fixture(scope="module")
 def baseline() -> list[int]:
     """One rank, the prompt at once, one stream."""
-    runner = make_runner(small(), block_size=BLOCK, table_width=20, placement=orchestrations.serial)
+    runner = make_runner(small(), block_size=BLOCK, table_width=20, orchestration=orchestrations.serial)
     (tokens,) = finish(Engine(runner=runner, chunk=512), [PROMPT], COUNT)
     return tokens
 

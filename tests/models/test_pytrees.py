@@ -21,12 +21,12 @@ def test_leaves_are_tensors_and_come_back():
 
 def test_a_mapped_tree_runs():
     """Twice the head's weight gives twice the logits."""
-    run = backends.get("cpu", ranks=2).compile(schedule(SETUP.step, orchestrations.serial))
-    params, caches, tokens, batches = SETUP.arguments()
+    backend, program = backends.get("cpu", ranks=2), schedule(SETUP.step, orchestrations.serial)
+    params, (caches, tokens, batches) = SETUP.params(), SETUP.arguments()
     copies = pytree.tree_map(torch.clone, caches)
-    logits, _ = run(params, caches, tokens, batches)
+    logits, _ = backend.compile(program, backend.prepare(program, params))(caches, tokens, batches)
     doubled = [p._replace(lm_head=2 * p.lm_head) for p in pytree.tree_map(torch.clone, params)]
-    twice, _ = run(doubled, copies, tokens, batches)
+    twice, _ = backend.compile(program, backend.prepare(program, doubled))(copies, tokens, batches)
     torch.testing.assert_close(twice[0], 2 * logits[0])
 
 

@@ -7,7 +7,7 @@ from attrs import define, evolve, field
 
 from mla_fx import StepShape, backends, orchestrations
 from mla_fx.effects import InputError, Keep
-from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner
+from mla_fx.models import Checkpoint, Engine, Loader, MtpDrafter, Runner
 from mla_fx.models.runner import Piece
 from tests.models.served import finish, make_runner, oracle, random_prompts, run, small
 
@@ -30,9 +30,9 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.backend, name)
 
-    def compile(self, program):
+    def compile(self, program, prepared):
         self.programs.append(program)
-        return self.backend.compile(program)
+        return self.backend.compile(program, prepared)
 
 
 def counting(ranks=1, requests=2, mtp=False, **options):
@@ -128,9 +128,9 @@ def test_long_decoding_needs_one_program():
     ("options", "decode", "prefill"),
     [
         ({}, {"main", "side"}, {"main"}),
-        ({"placement": orchestrations.exchange_aside}, {"main", "comm"}, {"main"}),
-        ({"placement": orchestrations.serial}, {"main"}, {"main"}),
-        ({"prefill_placement": orchestrations.exchange_aside}, {"main", "side"}, {"main", "comm"}),
+        ({"orchestration": orchestrations.exchange_aside}, {"main", "comm"}, {"main"}),
+        ({"orchestration": orchestrations.serial}, {"main"}, {"main"}),
+        ({"prefill_orchestration": orchestrations.exchange_aside}, {"main", "side"}, {"main", "comm"}),
     ],
 )
 def test_orchestrations_of_decoding_and_of_prompts(options, decode, prefill):
@@ -180,11 +180,18 @@ def test_conservative_programs():
 # --- trees and refusals -----------------------------------------------------
 
 
+def params_of(runner):
+    """The parameters of every rank, as they are loaded."""
+    made = [Loader(checkpoint=Checkpoint.open(small()), rank=rank, ranks=2, dtype=torch.float32) for rank in range(2)]
+    params = [loader.model() for loader in made]
+    return {"params": params, "mtp": [loader.mtp(mine) for loader, mine in zip(made, params, strict=True)]}
+
+
 def test_params_and_caches_are_trees():
     """A map over them gives the same runner: scaled to nothing, say, and back."""
     runner = make_runner(small(), ranks=2, mtp=True)
     before = finish(Engine(runner=runner), [TEXT[:7]], 8)
-    for name in ("params", "caches", "mtp", "mtp_caches"):
+    for name in ("caches", "mtp_caches"):
         tree = getattr(runner, name)
         leaves = pytree.tree_leaves(tree)
         assert len(leaves) > 1
@@ -192,14 +199,19 @@ def test_params_and_caches_are_trees():
         setattr(runner, name, pytree.tree_map(torch.Tensor.clone, tree))
     assert finish(Engine(runner=runner), [TEXT[:7]], 8) == before
     assert any(leaf.any() for leaf in pytree.tree_leaves(runner.caches))
-    runner.params = pytree.tree_map(torch.zeros_like, runner.params)
-    logits, _ = runner.forward([Piece(tokens=[1], start=0, table=[0])], [0], filling=False)
+    trees = params_of(runner)
+    options = {"config": runner.config, "backend": runner.backend, "shape": runner.shape}
+    copied = Runner(**options, **pytree.tree_map(torch.Tensor.clone, trees))
+    assert finish(Engine(runner=copied), [TEXT[:7]], 8) == before
+    nothing = Runner(**options, params=pytree.tree_map(torch.zeros_like, trees["params"]))
+    logits, _ = nothing.forward([Piece(tokens=[1], start=0, table=[0])], [0], filling=False)
     assert not logits.any()
 
 
 def test_a_reference_backend_computes_in_float64():
     runner = make_runner(small(), ranks=2, backend="reference", mtp=True)
-    floats = pytree.tree_leaves((runner.params, runner.mtp, runner.caches, runner.mtp_caches))
+    prepared = [leaves for params in (runner.params, runner.mtp) for leaves in params.leaves.values()]
+    floats = pytree.tree_leaves((prepared, runner.caches, runner.mtp_caches))
     assert {leaf.dtype for leaf in floats} == {torch.float64}
     found, _ = runner.forward([Piece(tokens=TEXT, start=0, table=TABLE)], range(41), filling=True)
     close(found.float(), oracle(small())(TEXT)[0])
@@ -211,13 +223,15 @@ def test_ranks_that_differ_are_refused_before_anything_is_read():
     with pytest.raises(InputError, match=message):
         Runner.load(None, backends.get("cpu", ranks=4), shape=shape)  # type: ignore[arg-type]
     runner = make_runner(small(), ranks=2, mtp=True)
-    options = {"config": runner.config, "shape": shape, "params": runner.params}
+    trees = params_of(runner)
+    options = {"config": runner.config, "shape": shape, "params": trees["params"]}
     with pytest.raises(InputError, match=message):
-        Runner(**options, machine=backends.get("cpu", ranks=4))
-    with pytest.raises(InputError, match=r"^params: must have an entry for each of 2 ranks: got 1$"):
-        Runner(**options | {"params": runner.params[:1]}, machine=runner.machine)
-    with pytest.raises(InputError, match=r"^mtp: must have an entry for each of 2 ranks: got 1$"):
-        Runner(**options, mtp=runner.mtp[:1], machine=runner.machine)
+        Runner(**options, backend=backends.get("cpu", ranks=4))
+    message = r"params: must be a sequence with one entry for each of 2 ranks: got list of 1$"
+    with pytest.raises(InputError, match=message):
+        Runner(**options | {"params": trees["params"][:1]}, backend=runner.backend)
+    with pytest.raises(InputError, match=message):
+        Runner(**options, mtp=trees["mtp"][:1], backend=runner.backend)
 
 
 def test_layouts_that_are_refused():

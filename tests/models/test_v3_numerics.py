@@ -14,7 +14,9 @@ from attrs import evolve
 
 from mla_fx import StepShape, backends, gating, orchestrations
 from mla_fx.backends import cpu, reference
-from mla_fx.effects import arg, ops, schedule
+from mla_fx.backends import Run
+from mla_fx.backends.body import parameters
+from mla_fx.effects import Aval, ops, schedule, trace
 from mla_fx.models import deepseek_v3_config
 from mla_fx.models.engine import Request, Served
 from mla_fx.models.parameters import model_avals, mtp_avals
@@ -30,9 +32,9 @@ EIGHT = model_avals(V3, StepShape(ranks=8, tokens=4, requests=4))
 
 def gate(moe) -> ops.GatingTopK:
     experts = moe.n_routed_experts
-    weights, _ = gating(arg("logits", (4, experts), "fp32"), arg("bias", (experts,), "fp32"), config=moe)
-    assert weights.call is not None
-    return weights.call.op
+    shapes = {"logits": Aval((4, experts), "fp32"), "bias": Aval((experts,), "fp32")}
+    (equation,) = trace(lambda logits, bias: gating(logits, bias, config=moe), **shapes).equations
+    return equation.op
 
 
 def test_gate_of_v3():
@@ -59,9 +61,8 @@ def test_weights_are_unbiased_and_sum_to_the_factor(backend):
     logits = torch.randn(5, 256, generator=generator, dtype=torch.float64)
     bias = torch.zeros(256, dtype=torch.float64)
     bias[[3, 200]] = 10.0  # chosen whatever the logits say
-    fields = {a: getattr(gate(V3.moe), a) for a in ops.GatingTopK.__annotations__ if not a.isupper()}
-    fields = {a: value for a, value in fields.items() if a not in ("operands", "results")}
-    weights, experts = backend.RULES[ops.GatingTopK](logits, bias, **fields)
+    chosen = gate(V3.moe)
+    weights, experts = backend.TABLE.rules[ops.GatingTopK](logits, bias, run=Run(), **parameters(chosen))
     assert all({3, 200} <= set(row) for row in experts.tolist())
     for t in range(5):
         plain = [1 / (1 + math.exp(-logits[t, x].item())) for x in experts[t].tolist()]
@@ -97,9 +98,9 @@ def test_latent_is_cached_normalised_and_the_key_rotated_only():
     """Of the 576 features of kv_a the first 512 go through kv_a_layernorm, with epsilon 1e-6; the last 64 do not."""
     setup = Setup(ranks=1, dtype="fp64", tokens=2, requests=1)
     params, caches, hidden = setup.params(), setup.caches(), setup.hidden()
-    run = backends.get("reference").compile(schedule(setup.step, orchestrations.serial))
+    run = setup.compiled(backends.get("reference"), schedule(setup.step, orchestrations.serial))
     hidden = [hidden[0] * 1e-3]  # small, so that the epsilon counts
-    _, (cache,) = run(params, caches, hidden, setup.batches(history=(1,), query=(2,)))
+    _, (cache,) = run(caches, hidden, setup.batches(history=(1,), query=(2,)))
     kv = hidden[0] @ params[0].kv_a_proj.T
     latent, rope = CONFIG.kv_lora_rank, CONFIG.qk_rope_head_dim
     norm = (kv[:, :latent].square().mean(1, keepdim=True) + 1e-6).sqrt()

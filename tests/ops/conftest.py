@@ -1,6 +1,6 @@
 """One op's rule, run on the backend and dtype of a test, with what every rule must keep."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from mla_fx.backends import cpu, cuda, reference
-from mla_fx.backends.inputs import DTYPES
-from mla_fx.backends.torch_streams import Scratch
+from mla_fx.backends.device import Run
+from mla_fx.backends.table import Collective, Table
+from mla_fx.backends.world import InProcess
+from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Op
+from mla_fx.effects.aval import FLOATS
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: One rounding of the result, and what accumulation in the wide dtype may add to sums of size 1.
@@ -24,8 +27,9 @@ TOLERANCE = {
 
 
 def aval(operand: Any) -> Aval:
+    """What an operand is; host integers, which are tuples, have the dtype that Python's integers are held against."""
     if isinstance(operand, tuple):
-        return Aval((len(operand),), "host")
+        return Aval((len(operand),), "int64")
     return Aval(tuple(operand.shape), NAMES[operand.dtype])
 
 
@@ -37,7 +41,7 @@ def memory(tensor: torch.Tensor) -> int:
 class Rules:
     """A backend's rules and the dtype a test runs them in."""
 
-    backend: Any
+    table: Table
     dtype: torch.dtype
 
     @property
@@ -45,47 +49,53 @@ class Rules:
         """What LSEs and angles are in."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    @property
-    def on_streams(self) -> bool:
-        """Whether rules are called as `mla_fx.backends.torch_streams` calls them."""
-        return self.backend is cuda
-
     def tensor(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values)).to(dtype or self.dtype)
 
     def random(self, rng: np.random.Generator, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.tensor(rng.standard_normal(shape), dtype)
 
-    def __call__(self, op: Op, *operands: Any, **rank: int) -> tuple[torch.Tensor, ...]:
+    def __call__(self, op: Op, *operands: Any, rank: int = 0) -> tuple[torch.Tensor, ...]:
         """Run the rule; hold shapes and dtypes against the descriptor, and memory against the operands."""
         assert not op.communicates
-        scratch = {name: Scratch() for name in op.uses} if self.on_streams else {}
-        results = self.backend.RULES[type(op)](*operands, **attrs.asdict(op), **rank, **scratch)
+        results = self.rule(op)(*self.formed(op, operands), run=Run(rank), **fields(op))
         self.check(op, operands, results)
         return results
 
     def group(self, op: Op, operands: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-        """Run a collective for all ranks."""
-        results = self.backend.RULES[type(op)](operands, **attrs.asdict(op))
-        if self.on_streams:
-            results = last_turns(results, len(operands))
-        assert isinstance(results, list) and len(results) == len(operands)
+        """Run a collective for all ranks: what each sends, moved, is what each receives."""
+        rule, ranks = self.rule(op), len(operands)
+        assert isinstance(rule, Collective) and op.group_of().size == ranks
+        sent = [rule.send(*operands[rank], run=Run(rank), **fields(op)) for rank in range(ranks)]
+        assert all(one.is_contiguous() and aval(one) == aval(sent[0]) for one in sent)
+        moved = InProcess(ranks).move(op.communicates, sent)
+        assert all(map(torch.equal, map(bits, moved), map(bits, transport(op.communicates, sent))))
+        results = [rule.receive(moved[rank], *operands[rank], run=Run(rank), **fields(op)) for rank in range(ranks)]
         for given, got in zip(operands, results, strict=True):
             self.check(op, given, got)
         mine = [{memory(t) for t in got if t.numel()} for got in results]
         theirs = {memory(t) for given in operands for t in given}
-        assert len(set().union(*mine)) == sum(map(len, mine)), "two ranks share memory"
+        assert sum(len(got) for got in mine) == len(set().union(*mine)), "two ranks share memory"
         assert not set().union(*mine) & theirs, "a result lies in an operand of some rank"
         return results
+
+    def rule(self, op: Op) -> Any:
+        return self.table.rules[type(op)]
+
+    def formed(self, op: Op, operands: Sequence[Any]) -> list[Any]:
+        """Operands in the form that the rule wants them in."""
+        forms = self.table.forms.get(type(op), {})
+        return [forms[name](x) if name in forms else x for name, x in zip(op.operands, operands, strict=True)]
 
     def check(self, op: Op, operands: Sequence[Any], results: tuple[torch.Tensor, ...]) -> None:
         assert isinstance(results, tuple) and len(results) == len(op.results)
         assert tuple(map(aval, results)) == op.infer(*map(aval, operands))
         tensors = [t for t in operands if isinstance(t, torch.Tensor)]
-        for k, result in enumerate(results):
-            states = [operand for operand, index in op.writes.items() if index == k]
-            if states:
-                assert result is operands[states[0]]
+        given = dict(zip(op.operands, operands, strict=True))
+        states = {version: given[name] for name, version in op.writes.items()}
+        for name, result in zip(op.results, results, strict=True):
+            if name in states:
+                assert result is states[name]
             else:
                 assert result.is_contiguous()
                 assert result.numel() == 0 or memory(result) not in set(map(memory, tensors))
@@ -94,6 +104,31 @@ class Rules:
         """Equal up to a rounding in the result's own dtype; NaN and infinities must coincide."""
         relative, absolute = TOLERANCE[got.dtype]
         np.testing.assert_allclose(exact(got), np.asarray(want), rtol=relative, atol=absolute)
+
+
+def fields(op: Op) -> dict[str, Any]:
+    """The parameters of an op, as a rule gets them: a group stays a group."""
+    return attrs.asdict(op, recurse=False)
+
+
+def transport(how: str, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What every rank is brought, written out: all that was sent, its own part of each, or the sum in rank order."""
+    if how == "all_gather":
+        return [torch.stack(list(sent)) for _ in sent]
+    if how == "all_to_all":
+        return [torch.stack([one[rank] for one in sent]) for rank in range(len(sent))]
+    total = sum((one.to(torch.promote_types(one.dtype, torch.float32)) for one in sent[1:]), sent[0])
+    return [total.to(sent[0].dtype) for _ in sent]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, so that NaN equals NaN and -0 is not 0."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def on_cpu(dtype: torch.dtype) -> Rules:
+    """The rules of `cpu`, for a test that asks for what only a rule that rounds can show."""
+    return Rules(cpu.TABLE, dtype)
 
 
 def exact(tensor: torch.Tensor) -> np.ndarray:
@@ -109,25 +144,18 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return room.copy_(tensor)
 
 
-def last_turns(turns: Iterator[tuple[torch.Tensor, ...] | None], ranks: int) -> list[tuple[torch.Tensor, ...] | None]:
-    """What a collective's generator gives the ranks in its last round; in those before it gives None."""
-    every = list(turns)
-    assert len(every) % ranks == 0
-    assert all(turn is None for turn in every[:-ranks])
-    return every[-ranks:]
-
-
 #: The rules of `cuda` are plain torch, and here run on tensors of the host.
 RUNS = [
-    (reference, "fp64"),
-    *((backend, name) for backend in (cpu, cuda) for name in ("bf16", "fp16", "fp32", "fp64")),
+    ("reference", reference.TABLE, "fp64"),
+    *(("cpu", cpu.TABLE, dtype) for dtype in FLOATS),
+    *(("cuda", cuda.TABLE, dtype) for dtype in FLOATS),
 ]
 
 
-@pytest.fixture(params=RUNS, ids=lambda run: f"{run[0].__name__.split('.')[-1]}-{run[1]}")
+@pytest.fixture(params=RUNS, ids=lambda run: f"{run[0]}-{run[2]}")
 def rules(request: pytest.FixtureRequest) -> Rules:
-    backend, dtype = request.param
-    return Rules(backend, DTYPES[dtype])
+    _, table, dtype = request.param
+    return Rules(table, DTYPES[dtype])
 
 
 @pytest.fixture

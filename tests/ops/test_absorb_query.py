@@ -6,6 +6,9 @@ import pytest
 from mla_fx.effects import Aval, ShapeError, ops
 from tests.ops.conftest import exact, strided
 
+SENSE = {"rope": 2}
+NONSENSE = {"rope": (-1, 2.0, "2", None, True)}
+
 
 def oracle(q, w_uk, rope):
     heads, nope, latent = w_uk.shape

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cpu
-from mla_fx.effects import Aval, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.ops.conftest import exact, on_cpu, strided
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -17,7 +16,7 @@ from tests.ops.conftest import exact, strided
 def test_sum_over_the_ranks(rules, rng, ranks, tokens, layout):
     given = [rules.random(rng, tokens, 4) for _ in range(ranks)]
     before = [x.clone() for x in given]
-    results = rules.group(ops.AllReduce(), [(layout(x),) for x in given])
+    results = rules.group(ops.AllReduce(Group("tp", ranks)), [(layout(x),) for x in given])
     want = np.zeros((tokens, 4))
     for x in given:
         want += exact(x)
@@ -31,27 +30,29 @@ def test_sum_over_the_ranks(rules, rng, ranks, tokens, layout):
 def test_sixteen_bits_are_rounded_once(dtype):
     """A big number hides each small one in 16 bits, not their sum."""
     small = torch.full((1, 1), torch.finfo(dtype).eps / 4, dtype=dtype)
-    results = cpu.RULES[ops.AllReduce]([(torch.ones(1, 1, dtype=dtype),), *[(small,)] * 8])
+    given = [(torch.ones(1, 1, dtype=dtype),), *[(small,)] * 8]
+    results = on_cpu(dtype).group(ops.AllReduce(Group("tp", 9)), given)
     assert results[0][0].item() == 1 + 2 * torch.finfo(dtype).eps
 
 
 def test_in_rank_order():
     """Float32 addition is not associative: (1e8 - 1e8) + 1 is 1, 1e8 + (-1e8 + 1) is 0."""
-    numbers = [torch.tensor([[x]]) for x in (1e8, -1e8, 1.0)]
-    assert cpu.RULES[ops.AllReduce]([(x,) for x in numbers])[2][0].item() == 1
-    assert cpu.RULES[ops.AllReduce]([(numbers[i],) for i in (2, 0, 1)])[0][0].item() == 0
+    op, numbers = ops.AllReduce(Group("tp", 3)), [torch.tensor([[x]]) for x in (1e8, -1e8, 1.0)]
+    assert on_cpu(torch.float32).group(op, [(x,) for x in numbers])[2][0].item() == 1
+    assert on_cpu(torch.float32).group(op, [(numbers[i],) for i in (2, 0, 1)])[0][0].item() == 0
 
 
 def test_nan_of_one_rank_reaches_all(rules):
     x = rules.tensor([[1.0, 2.0]])
     poisoned = rules.tensor([[math.nan, 2.0]])
-    for (got,) in rules.group(ops.AllReduce(), [(x,), (poisoned,)]):
+    for (got,) in rules.group(ops.AllReduce(Group("tp", 2)), [(x,), (poisoned,)]):
         rules.close(got, [[math.nan, 4.0]])
 
 
 def test_shapes():
-    assert ops.AllReduce().infer(Aval((3, 4), "fp16")) == (Aval((3, 4), "fp16"),)
-    with pytest.raises(ShapeError, match=r"all_reduce: x must be bf16 or .*: got int32"):
-        ops.AllReduce().infer(Aval((3, 4), "int32"))
+    op = ops.AllReduce(Group("tp", 2))
+    assert op.infer(Aval((3, 4), "fp16")) == (Aval((3, 4), "fp16"),)
+    with pytest.raises(ShapeError, match=r"all_reduce: x must be floating \(bf16, .*\): got int32"):
+        op.infer(Aval((3, 4), "int32"))
     with pytest.raises(ShapeError, match=r"all_reduce: x must be \[T, D\], 2 axes: got bf16\[4\], 1 axes"):
-        ops.AllReduce().infer(Aval((4,), "bf16"))
+        op.infer(Aval((4,), "bf16"))

@@ -10,20 +10,10 @@ from hypothesis import strategies as st
 
 from mla_fx.effects import Aval, ShapeError, ops
 from tests.ops.conftest import exact, strided
-from tests.oracles import attend, lse_lanes
+from tests.oracles import attend
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: For comparing two merges of the same partials, each with its own roundings.
 CLOSE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5, torch.float64: 1e-12}
-
-
-def payload(out, lse):
-    """`out` [W, T, N, L] and the bits of `lse` [W, T, N] side by side, laid by hand."""
-    lanes = lse_lanes(lse, out.dtype)
-    recv = torch.empty(*out.shape[:-1], out.shape[-1] + lanes.shape[-1], dtype=out.dtype)
-    recv[..., : out.shape[-1]] = out
-    recv.view(BITS[out.element_size()])[..., out.shape[-1] :] = lanes
-    return recv
 
 
 def oracle(out, lse, local, local_lse):
@@ -51,8 +41,7 @@ class Partials:
         self.local_lse = rules.random(rng, *shape, dtype=rules.wide) * spread
 
     def merge(self, layout=lambda t: t):
-        recv = payload(self.out, self.lse)
-        return self.rules(ops.Combine(), *map(layout, (recv, self.local, self.local_lse)))[0]
+        return self.rules(ops.Combine(), *map(layout, (self.out, self.lse, self.local, self.local_lse)))[0]
 
     def verify(self, layout=lambda t: t):
         self.rules.close(self.merge(layout), oracle(*map(exact, (self.out, self.lse, self.local, self.local_lse))))
@@ -171,22 +160,34 @@ def test_any_split_of_the_keys_is_the_whole(rules, data, keys, ranks, seed):
     np.testing.assert_allclose(exact(p.merge())[0, 0], want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "lse"), [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
+def test_shapes(dtype, lse):
+    recv, recv_lse = Aval((8, 4, 16, 512), dtype), Aval((8, 4, 16), lse)
+    local, local_lse = Aval((4, 16, 512), dtype), Aval((4, 16), lse)
+    assert ops.Combine().infer(recv, recv_lse, local, local_lse) == (local,)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize(
-    ("dtype", "lse", "lanes"), [("bf16", "fp32", 2), ("fp16", "fp32", 2), ("fp32", "fp32", 1), ("fp64", "fp64", 1)]
+    ("operand", "shape", "kind", "message"),
+    [
+        ("recv", (8, 4, 16, 514), None, "axis L .* 514 in recv, 512 in local"),
+        ("recv_lse", (7, 4, 16), None, "axis W .* 8 in recv, 7 in recv_lse"),
+        ("recv_lse", (8, 4, 16), "int64", "recv_lse must be {wide}, to go with recv, {dtype}: got int64"),
+        ("local", (3, 16, 512), None, "axis T .* 4 in recv, 3 in local"),
+        ("local", (4, 16, 512), "fp32", "local must have the dtype of recv, {dtype}: got fp32"),
+        ("local_lse", (4, 8), None, "axis N .* 16 in recv, 8 in local_lse"),
+        ("local_lse", (4, 16), "fp16", "local_lse must be {wide}, to go with recv, {dtype}: got fp16"),
+    ],
 )
-def test_shapes(dtype, lse, lanes):
-    op = ops.Combine()
-    recv, local, local_lse = Aval((8, 4, 16, 512 + lanes), dtype), Aval((4, 16, 512), dtype), Aval((4, 16), lse)
-    assert op.infer(recv, local, local_lse) == (local,)
-    message = rf"combine: axis E of recv must be L \+ {lanes} LSE lanes of {dtype} = {512 + lanes}: got 512"
-    with pytest.raises(ShapeError, match=message):
-        op.infer(Aval((8, 4, 16, 512), dtype), local, local_lse)
-    with pytest.raises(ShapeError, match=r"combine: axis T .* 4 in recv, 3 in local"):
-        op.infer(recv, Aval((3, 16, 512), dtype), local_lse)
-    with pytest.raises(ShapeError, match=r"combine: axis N .* 16 in recv, 8 in local_lse"):
-        op.infer(recv, local, Aval((4, 8), lse))
-    with pytest.raises(ShapeError, match=rf"combine: local_lse must be {lse}: got int64"):
-        op.infer(recv, local, Aval((4, 16), "int64"))
-    other = "fp32" if dtype != "fp32" else "bf16"
-    with pytest.raises(ShapeError, match=rf"combine: local must have the dtype of recv, {dtype}: got {other}"):
-        op.infer(recv, Aval((4, 16, 512), other), local_lse)
+def test_shapes_that_are_refused(dtype, operand, shape, kind, message):
+    wide = "fp64" if dtype == "fp64" else "fp32"
+    given = {
+        "recv": Aval((8, 4, 16, 512), dtype),
+        "recv_lse": Aval((8, 4, 16), wide),
+        "local": Aval((4, 16, 512), dtype),
+        "local_lse": Aval((4, 16), wide),
+    }
+    given[operand] = Aval(shape, kind or given[operand].dtype)
+    with pytest.raises(ShapeError, match="^combine: " + message.format(dtype=dtype, wide=wide)):
+        ops.Combine().infer(*given.values())

@@ -8,12 +8,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mla_fx.backends.cpu import current_attention
+from mla_fx.backends.common import current_attention
+from mla_fx.backends.device import Device, Run
 from mla_fx.effects import Aval, InputError, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from tests.ops.conftest import exact, on_cpu, strided
 from tests.oracles import attend
 
 SCALE = 0.3
+SENSE = {"scale": SCALE}
+NONSENSE = {"scale": (0, -0.3, math.nan, math.inf, "1", None, True)}
 # query lengths, tokens
 CASES = [((1,), 1), ((1, 1, 1), 3), ((1, 1, 0), 4), ((2, 1, 4), 8), ((0, 3, 3), 6), ((8,), 8), ((), 2), ((0, 0), 0)]
 
@@ -62,9 +65,24 @@ def test_strided_operands(rules, rng, case):
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(query=st.lists(st.integers(0, 5), max_size=6), padding=st.integers(0, 2), at_a_time=st.sampled_from([1, 4, 64]))
 def test_any_lengths(rules, monkeypatch, query, padding, at_a_time):
-    monkeypatch.setattr(current_attention, "TOKENS", at_a_time)
+    monkeypatch.setattr(current_attention, "HOST_TOKENS", at_a_time)
     rng = np.random.default_rng(sum(query))
     run(rules, New(rules, rng, tuple(query), sum(query) + padding, heads=2))
+
+
+@pytest.mark.parametrize(("module", "products"), [(None, 4), (object(), 1)], ids=["host", "device"])
+def test_tokens_at_a_time(monkeypatch, rng, module, products):
+    """On a device more than on the host, where they are to stay in its caches."""
+    monkeypatch.setattr(current_attention, "HOST_TOKENS", 2)
+    monkeypatch.setattr(current_attention, "TOKENS", 8)
+    called, multiply = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *operands: called.append(operands) or multiply(*operands))
+    new = New(on_cpu(torch.float32), rng, (1,) * 8, 8)
+    cur, lse = current_attention.rule(*new.parts, new.query, run=Run(0, Device("cpu", module)), scale=SCALE)
+    want, want_lse = new.oracle()
+    np.testing.assert_allclose(exact(cur), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(exact(lse), want_lse, rtol=1e-5, atol=1e-5)
+    assert len(called) == products
 
 
 def test_one_key_is_passed_on_bit_for_bit(rules, rng):
@@ -89,14 +107,14 @@ def avals(**changed):
         "q_rope": Aval((4, 16, 64), "bf16"),
         "latent": Aval((4, 512), "bf16"),
         "k_rope": Aval((4, 64), "bf16"),
-        "query_lengths": Aval((2,), "host"),
+        "query_lengths": Aval((2,), "int64"),
     }
     return given | changed
 
 
 def test_shapes():
     op = ops.CurrentAttention(SCALE)
-    assert tuple(avals()) == op.operands
+    assert tuple(avals()) == tuple(op.operands)
     for dtype, lse in (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
         given = [aval.with_float(dtype) for aval in avals().values()]
         assert op.infer(*given) == (Aval((4, 16, 512), dtype), Aval((4, 16), lse))
@@ -110,7 +128,7 @@ def test_shapes():
         ("latent", Aval((4, 64), "bf16"), r"axis L .* 512 in q_latent, 64 in latent"),
         ("k_rope", Aval((4, 32), "bf16"), r"axis R .* 64 in q_rope, 32 in k_rope"),
         ("k_rope", Aval((4, 64), "fp32"), r"k_rope must have the dtype of q_latent, bf16: got fp32"),
-        ("query_lengths", Aval((2,), "int64"), r"query_lengths must be host: got int64"),
+        ("query_lengths", Aval((2,), "int32"), r"query_lengths must be int64: got int32"),
     ],
 )
 def test_shapes_that_are_refused(operand, aval, message):

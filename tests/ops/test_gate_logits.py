@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cpu
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from tests.ops.conftest import exact, on_cpu, strided
 
 
 def oracle(x, weight):
@@ -31,8 +30,8 @@ def test_gate_logits(rules, rng, tokens, features, experts, layout):
 def test_sixteen_bits_are_widened_first(rng, dtype):
     """What the rule gives for the float32 operands of the same values, bit for bit."""
     x, weight = (torch.as_tensor(rng.standard_normal((n, 512))).to(dtype) for n in (5, 24))
-    (got,) = cpu.RULES[ops.GateLogits](x, weight)
-    (want,) = cpu.RULES[ops.GateLogits](x.float(), weight.float())
+    (got,) = on_cpu(dtype)(ops.GateLogits(), x, weight)
+    (want,) = on_cpu(torch.float32)(ops.GateLogits(), x.float(), weight.float())
     assert got.dtype == torch.float32
     assert torch.equal(got, want)
 

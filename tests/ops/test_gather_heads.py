@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fx.effects import Aval, ShapeError, ops
+from mla_fx.effects import Aval, Group, ShapeError, ops
 from tests.ops.conftest import strided
 
 
@@ -13,7 +13,7 @@ from tests.ops.conftest import strided
 def test_heads_in_rank_order(rules, rng, ranks, tokens, layout):
     own = 2
     queries = [(rules.random(rng, tokens, own, 5), rules.random(rng, tokens, own, 3)) for _ in range(ranks)]
-    results = rules.group(ops.GatherHeads(ranks), [(layout(q), layout(r)) for q, r in queries])
+    results = rules.group(ops.GatherHeads(Group("dcp", ranks)), [(layout(q), layout(r)) for q, r in queries])
     for got in results:
         for rank in range(ranks):
             for t in range(tokens):
@@ -23,11 +23,12 @@ def test_heads_in_rank_order(rules, rng, ranks, tokens, layout):
 
 
 def test_shapes():
-    q_latent, q_rope = Aval((4, 16, 512), "bf16"), Aval((4, 16, 64), "bf16")
-    assert ops.GatherHeads(4).infer(q_latent, q_rope) == (Aval((4, 64, 512), "bf16"), Aval((4, 64, 64), "bf16"))
+    op, q_latent, q_rope = ops.GatherHeads(Group("dcp", 4)), Aval((4, 16, 512), "bf16"), Aval((4, 16, 64), "bf16")
+    assert op.infer(q_latent, q_rope) == (
+        Aval((4, 64, 512), "bf16"),
+        Aval((4, 64, 64), "bf16"),
+    )
     with pytest.raises(ShapeError, match=r"gather_heads: axis N .* 16 in q_latent, 8 in q_rope"):
-        ops.GatherHeads(4).infer(q_latent, Aval((4, 8, 64), "bf16"))
+        op.infer(q_latent, Aval((4, 8, 64), "bf16"))
     with pytest.raises(ShapeError, match=r"gather_heads: q_rope must have the dtype of q_latent, bf16: got fp16"):
-        ops.GatherHeads(4).infer(q_latent, Aval((4, 16, 64), "fp16"))
-    with pytest.raises(ShapeError, match=r"gather_heads: ranks must be at least 1: got 0"):
-        ops.GatherHeads(0).infer(q_latent, q_rope)
+        op.infer(q_latent, Aval((4, 16, 64), "fp16"))

@@ -10,6 +10,25 @@ import torch
 from mla_fx.effects import Aval, ShapeError, ops
 from tests.ops.conftest import exact, strided
 
+SENSE = {
+    "top_k": 2,
+    "groups": 4,
+    "top_groups": 2,
+    "scoring": "softmax",
+    "group_score": "max",
+    "normalise": False,
+    "scale": 2.5,
+}
+NONSENSE = {
+    "top_k": (0, -2, 2.0, "2", None, True),
+    "groups": (0, -4, 4.0, "4", None, True),
+    "top_groups": (0, -2, 5, 2.0, "2", None, True),
+    "scoring": ("tanh", "", None, 1, True),
+    "group_score": ("mean", "", None, 2, True),
+    "normalise": (0, 1, "yes", None),
+    "scale": (0, -2.5, math.nan, math.inf, "1", None, True),
+}
+
 
 def probabilities(row, scoring):
     if scoring == "sigmoid":
@@ -210,13 +229,9 @@ def test_shapes(dtype):
     ("parameters", "message"),
     [
         ({"groups": 5}, r"groups must divide axis X, 12: got 5"),
-        ({"groups": 0}, r"groups must divide axis X, 12: got 0"),
         ({"groups": 12}, r"a group must have two experts for the sum of its two best: got 1"),
-        ({"groups": 4, "top_groups": 5}, r"top_groups must be in 1\.\.4: got 5"),
-        ({"groups": 4, "top_groups": 0}, r"top_groups must be in 1\.\.4: got 0"),
         ({"groups": 4, "top_groups": 2, "top_k": 7}, r"top_k must be in 1\.\.6, 2 groups of 3: got 7"),
         ({"top_k": 13}, r"top_k must be in 1\.\.12, 1 groups of 12: got 13"),
-        ({"top_k": 0}, r"top_k must be in 1\.\.12, 1 groups of 12: got 0"),
     ],
 )
 def test_parameters_that_are_refused(parameters, message):
@@ -228,15 +243,9 @@ def test_shapes_that_are_refused():
     op = ops.GatingTopK(top_k=2)
     with pytest.raises(ShapeError, match=r"gating_top_k: axis X .* 12 in logits, 8 in bias"):
         op.infer(LOGITS, Aval((8,), "fp32"))
-    with pytest.raises(ShapeError, match=r"gating_top_k: bias must have the dtype of logits, fp32: got bf16"):
+    with pytest.raises(ShapeError, match=r"gating_top_k: bias must be fp32, to go with logits, fp32: got bf16"):
         op.infer(LOGITS, Aval((12,), "bf16"))
-    with pytest.raises(ShapeError, match=r"gating_top_k: logits must be fp32 or fp64: got bf16"):
+    with pytest.raises(ShapeError, match=r"gating_top_k: logits must be floating \(fp32, fp64\): got bf16"):
         op.infer(LOGITS.with_float("bf16"), BIAS.with_float("bf16"))
     with pytest.raises(ShapeError, match=r"gating_top_k: logits must be \[T, X\], 2 axes: got fp32\[12\], 1 axes"):
         op.infer(BIAS, BIAS)
-
-
-@pytest.mark.parametrize("parameters", [{"scoring": "tanh"}, {"group_score": "mean"}])
-def test_unknown_scores_are_refused(parameters):
-    with pytest.raises(ValueError, match=f"'{next(iter(parameters))}' must be in"):
-        ops.GatingTopK(top_k=2, **parameters)

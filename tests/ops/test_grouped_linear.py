@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cpu
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from tests.ops.conftest import exact, on_cpu, strided
 
 #: Counts of the experts, and rows behind them.
 CASES = [([2, 3], 0), ([1], 0), ([0, 4, 0, 0, 2, 0], 3), ([0, 0], 5), ([0, 0], 0), ([], 2), ([40, 1], 7)]
@@ -58,7 +57,7 @@ def test_sixteen_bits_are_rounded_once(rng, dtype):
     small = torch.finfo(dtype).eps / 4
     rows = torch.ones(6, 9, dtype=dtype)
     weight = torch.tensor([[[1.0, *[small] * 8]], [[2.0, *[2 * small] * 8]]]).to(dtype)
-    (got,) = cpu.RULES[ops.GroupedLinear](rows, weight, torch.tensor([1, 5]))
+    (got,) = on_cpu(dtype)(ops.GroupedLinear(), rows, weight, torch.tensor([1, 5]))
     step = 2 * torch.finfo(dtype).eps
     assert got.flatten().tolist() == [1 + step, *[2 + 2 * step] * 5]
 

@@ -12,6 +12,8 @@ from tests.ops.conftest import exact, strided
 from tests.oracles import attend
 
 SCALE = 0.3
+SENSE = {"scale": SCALE}
+NONSENSE = {"scale": (0, -0.3, math.nan, math.inf, "1", None, True)}
 LATENT, ROPE = 6, 4
 # query lengths, history lengths, tokens, block size
 CASES = [
@@ -133,15 +135,15 @@ def avals(**changed):
         "latent_cache": Aval((9, 128, 512), "bf16"),
         "rope_cache": Aval((9, 128, 64), "bf16"),
         "block_table": Aval((2, 3), "int32"),
-        "query_lengths": Aval((2,), "host"),
-        "history_lengths": Aval((2,), "host"),
+        "query_lengths": Aval((2,), "int64"),
+        "history_lengths": Aval((2,), "int64"),
     }
     return given | changed
 
 
 def test_shapes():
     op = ops.HistoryAttention(SCALE)
-    assert tuple(avals()) == op.operands
+    assert tuple(avals()) == tuple(op.operands)
     for dtype, lse in (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
         given = [aval.with_float(dtype) for aval in avals().values()]
         assert op.infer(*given) == (Aval((4, 16, 512), dtype), Aval((4, 16), lse))
@@ -156,10 +158,10 @@ def test_shapes():
         ("rope_cache", Aval((9, 64, 64), "bf16"), r"axis S .* 128 in latent_cache, 64 in rope_cache"),
         ("rope_cache", Aval((8, 128, 64), "bf16"), r"axis C .* 9 in latent_cache, 8 in rope_cache"),
         ("rope_cache", Aval((9, 128, 32), "bf16"), r"axis R .* 64 in q_rope, 32 in rope_cache"),
-        ("history_lengths", Aval((3,), "host"), r"axis B .* 2 in block_table, 3 in history_lengths"),
+        ("history_lengths", Aval((3,), "int64"), r"axis B .* 2 in block_table, 3 in history_lengths"),
         ("latent_cache", Aval((9, 128, 512), "fp16"), r"latent_cache must have the dtype of q_latent, bf16: got fp16"),
         ("block_table", Aval((2, 3), "int64"), r"block_table must be int32: got int64"),
-        ("query_lengths", Aval((2,), "int32"), r"query_lengths must be host: got int32"),
+        ("query_lengths", Aval((2,), "int32"), r"query_lengths must be int64: got int32"),
     ],
 )
 def test_shapes_that_are_refused(operand, aval, message):

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.effects import Aval, ShapeError, ops
+from mla_fx.effects import Aval, Group, ShapeError, ops
 from tests.ops.conftest import exact, strided
+
+SENSE = {"own": 3}
+NONSENSE = {"own": (0, -7, 3.0, "3", None, True)}
 
 
 def draw(rng, tokens, top_k, count):
@@ -31,7 +34,7 @@ def verify(rules, x, experts, own, ranks, layout=torch.clone):
     """On every rank; rows behind the last pair hold anything.  Returns the pairs of each rank."""
     pairs = []
     for rank in range(ranks):
-        rows, counts, source = rules(ops.PermuteTokens(own, ranks), layout(x), layout(experts), rank=rank)
+        rows, counts, source = rules(ops.PermuteTokens(own, Group("ep", ranks)), layout(x), layout(experts), rank=rank)
         want, want_counts, want_source = oracle(exact(x), experts.tolist(), own, rank)
         assert counts.tolist() == want_counts
         assert source.tolist() == want_source
@@ -64,7 +67,7 @@ def test_experts_without_tokens(rules):
     """Before, between and behind those that have some."""
     experts = torch.tensor([[6, 2], [2, 6], [6, 9]], dtype=torch.int32)
     x = rules.tensor([[1.0], [2.0], [3.0]])
-    rows, counts, source = rules(ops.PermuteTokens(8, 2), x, experts, rank=0)
+    rows, counts, source = rules(ops.PermuteTokens(8, Group("ep", 2)), x, experts, rank=0)
     assert counts.tolist() == [0, 0, 2, 0, 0, 0, 3, 0]
     assert rows[:5].flatten().tolist() == [1, 2, 1, 2, 3]
     assert source.tolist() == [[2, 0], [1, 3], [4, -1]]
@@ -72,8 +75,8 @@ def test_experts_without_tokens(rules):
 
 def test_one_expert_for_all_keeps_the_order_of_tokens(rules, rng):
     """More pairs than a sort that is not stable would leave in order; a token may even ask for an expert twice."""
-    x = rules.random(rng, 150, 2)
-    rows, counts, source = rules(ops.PermuteTokens(2, 2), x, torch.full((150, 2), 3, dtype=torch.int32), rank=1)
+    x, experts = rules.random(rng, 150, 2), torch.full((150, 2), 3, dtype=torch.int32)
+    rows, counts, source = rules(ops.PermuteTokens(2, Group("ep", 2)), x, experts, rank=1)
     assert counts.tolist() == [0, 300]
     assert source.flatten().tolist() == list(range(300))
     assert torch.equal(rows, x.repeat_interleave(2, 0))
@@ -82,7 +85,7 @@ def test_one_expert_for_all_keeps_the_order_of_tokens(rules, rng):
 def test_poison_of_other_ranks_stays_behind(rules):
     x = rules.tensor([[math.nan, 1.0], [3.0, 4.0], [math.inf, 2.0]])
     experts = torch.tensor([[0, 1], [2, 1], [0, 0]], dtype=torch.int32)
-    rows, counts, source = rules(ops.PermuteTokens(2, 2), x, experts, rank=1)
+    rows, counts, source = rules(ops.PermuteTokens(2, Group("ep", 2)), x, experts, rank=1)
     assert counts.tolist() == [1, 0]
     assert source.tolist() == [[-1, -1], [0, -1], [-1, -1]]
     assert rows[0].tolist() == [3, 4]
@@ -99,7 +102,7 @@ AVALS = {"x": Aval((3, 8), "bf16"), "experts": Aval((3, 4), "int32")}
 
 
 def test_shapes():
-    assert ops.PermuteTokens(own=5, ranks=2).infer(*AVALS.values()) == (
+    assert ops.PermuteTokens(own=5, group=Group("ep", 2)).infer(*AVALS.values()) == (
         Aval((12, 8), "bf16"),
         Aval((5,), "int64"),
         Aval((3, 4), "int32"),
@@ -110,7 +113,7 @@ def test_shapes():
     ("operand", "aval", "message"),
     [
         ("x", Aval((2, 8), "bf16"), r"axis T .* 2 in x, 3 in experts"),
-        ("x", Aval((3, 8), "int32"), r"x must be bf16 or fp16 or fp32 or fp64: got int32"),
+        ("x", Aval((3, 8), "int32"), r"x must be floating \(bf16, fp16, fp32, fp64\): got int32"),
         ("x", Aval((3,), "bf16"), r"x must be \[T, D\], 2 axes: got bf16\[3\], 1 axes"),
         ("experts", Aval((3, 4), "int64"), r"experts must be int32: got int64"),
         ("experts", Aval((3,), "int32"), r"experts must be \[T, U\], 2 axes: got int32\[3\], 1 axes"),
@@ -118,4 +121,4 @@ def test_shapes():
 )
 def test_shapes_that_are_refused(operand, aval, message):
     with pytest.raises(ShapeError, match="permute_tokens: " + message):
-        ops.PermuteTokens(own=5, ranks=2).infer(*(AVALS | {operand: aval}).values())
+        ops.PermuteTokens(own=5, group=Group("ep", 2)).infer(*(AVALS | {operand: aval}).values())

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cpu
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from tests.ops.conftest import exact, on_cpu, strided
 from tests.ops.test_quant_linear import draw, extremes, quantised, rounded
 
 #: Counts of the experts, and rows behind them.
@@ -105,7 +104,7 @@ def test_sixteen_bits_are_rounded_once(rng, dtype):
     weight = torch.as_tensor(rng.integers(-128, 128, (4, 96, 64))).to(torch.int8)
     scale = torch.as_tensor(0.01 * rng.random((4, 96))).to(torch.float32)
     want = torch.as_tensor(oracle(exact(rows), weight, exact(scale), counts, torch.float32)).to(dtype)
-    (got,) = cpu.RULES[ops.QuantGroupedLinear](rows, weight, scale, torch.tensor(counts))
+    (got,) = on_cpu(dtype)(ops.QuantGroupedLinear(), rows, weight, scale, torch.tensor(counts))
     assert (got != want).sum() <= 8
 
 
@@ -134,14 +133,14 @@ def test_shapes():
 @pytest.mark.parametrize(
     ("operand", "aval", "message"),
     [
-        ("rows", Aval((12, 8), "int8"), r"rows must be bf16 or fp16 or fp32 or fp64: got int8"),
-        ("rows", Aval((12, 8), "fp64"), r"scale must be fp64: got fp32"),
+        ("rows", Aval((12, 8), "int8"), r"rows must be floating \(bf16, fp16, fp32, fp64\): got int8"),
+        ("rows", Aval((12, 8), "fp64"), r"scale must be fp64, to go with rows, fp64: got fp32"),
         ("rows", Aval((8,), "bf16"), r"rows must be \[Z, D\], 2 axes: got bf16\[8\], 1 axes"),
         ("weight", Aval((3, 5, 7), "int8"), r"axis D .* 8 in rows, 7 in weight"),
         ("weight", Aval((3, 5, 8), "bf16"), r"weight must be int8: got bf16"),
         ("scale", Aval((3, 4), "fp32"), r"axis F .* 5 in weight, 4 in scale"),
         ("scale", Aval((2, 5), "fp32"), r"axis Y .* 3 in weight, 2 in scale"),
-        ("scale", Aval((3, 5), "fp16"), r"scale must be fp32: got fp16"),
+        ("scale", Aval((3, 5), "fp16"), r"scale must be fp32, to go with rows, bf16: got fp16"),
         ("counts", Aval((4,), "int64"), r"axis Y .* 3 in weight, 4 in counts"),
         ("counts", Aval((3,), "int32"), r"counts must be int64: got int32"),
     ],

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cpu
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from tests.ops.conftest import exact, on_cpu, strided
 
 KINDS = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -124,7 +123,7 @@ def test_sixteen_bits_are_rounded_once(rng, dtype):
     weight = torch.as_tensor(rng.integers(-128, 128, (96, 64))).to(torch.int8)
     scale = torch.as_tensor(0.01 * rng.random(96)).to(torch.float32)
     want = torch.as_tensor(oracle(exact(x), weight, exact(scale), torch.float32)).to(dtype)
-    (got,) = cpu.RULES[ops.QuantLinear](x, weight, scale)
+    (got,) = on_cpu(dtype)(ops.QuantLinear(), x, weight, scale)
     assert (got != want).sum() <= 8
 
 
@@ -148,13 +147,13 @@ def test_shapes():
 @pytest.mark.parametrize(
     ("operand", "aval", "message"),
     [
-        ("x", Aval((3, 8), "int8"), r"x must be bf16 or fp16 or fp32 or fp64: got int8"),
-        ("x", Aval((3, 8), "fp64"), r"scale must be fp64: got fp32"),
+        ("x", Aval((3, 8), "int8"), r"x must be floating \(bf16, fp16, fp32, fp64\): got int8"),
+        ("x", Aval((3, 8), "fp64"), r"scale must be fp64, to go with x, fp64: got fp32"),
         ("x", Aval((8,), "bf16"), r"x must be \[T, D\], 2 axes: got bf16\[8\], 1 axes"),
         ("weight", Aval((5, 7), "int8"), r"axis D .* 8 in x, 7 in weight"),
         ("weight", Aval((5, 8), "bf16"), r"weight must be int8: got bf16"),
         ("scale", Aval((4,), "fp32"), r"axis F .* 5 in weight, 4 in scale"),
-        ("scale", Aval((5,), "bf16"), r"scale must be fp32: got bf16"),
+        ("scale", Aval((5,), "bf16"), r"scale must be fp32, to go with x, bf16: got bf16"),
     ],
 )
 def test_shapes_that_are_refused(operand, aval, message):

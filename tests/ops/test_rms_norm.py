@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cpu
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from tests.ops.conftest import exact, on_cpu, strided
+
+SENSE = {"epsilon": 1e-6}
+NONSENSE = {"epsilon": (-1e-6, math.nan, math.inf, "x", None, True)}
 
 
 def oracle(x, weight, epsilon):
@@ -48,7 +50,7 @@ def test_sixteen_bits_are_rounded_once(rng, dtype):
     weight = torch.as_tensor(1 + 0.3 * rng.standard_normal(512)).to(dtype)
     wide = x.double()
     want = (wide / (wide.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()).to(dtype)
-    (got,) = cpu.RULES[ops.RmsNorm](x, weight, epsilon=1e-6)
+    (got,) = on_cpu(dtype)(ops.RmsNorm(1e-6), x, weight)
     assert (got != want).sum() <= 8
 
 

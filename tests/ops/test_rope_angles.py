@@ -8,6 +8,12 @@ import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
 
+SENSE = {"frequencies": (1.0, 0.5), "magnitude": 1.25}
+NONSENSE = {
+    "frequencies": ([1.0], 1.0, None, (1.0, -0.5), (math.nan,), (math.inf,), ("1",)),
+    "magnitude": (0, -1.0, math.nan, math.inf, "1", None, True),
+}
+
 
 @pytest.mark.parametrize("magnitude", [1.0, 1.25])
 @pytest.mark.parametrize("positions", [[0, 1, 3, 4095], [163839, 2**24 + 1], []])

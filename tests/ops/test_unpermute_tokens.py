@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cpu
-from mla_fx.effects import Aval, ShapeError, ops
-from tests.ops.conftest import exact, strided
+from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.ops.conftest import exact, on_cpu, strided
 
 
 def oracle(rows, source, weights):
@@ -66,7 +65,7 @@ def test_sixteen_bits_are_rounded_once(dtype):
     """A big number hides each small one in 16 bits, not their sum."""
     rows = torch.ones(9, 1, dtype=dtype)
     weights = torch.tensor([[1.0, *[torch.finfo(dtype).eps / 4] * 8]])
-    (got,) = cpu.RULES[ops.UnpermuteTokens](rows, sources(1, *range(9)), weights)
+    (got,) = on_cpu(dtype)(ops.UnpermuteTokens(), rows, sources(1, *range(9)), weights)
     assert got.item() == 1 + 2 * torch.finfo(dtype).eps
 
 
@@ -75,7 +74,7 @@ def test_weights_are_not_rounded(dtype):
     """Weights and products are float32: in 16 bits the two would be equal and cancel."""
     rows = torch.tensor([[1.0], [-1.0]], dtype=dtype)
     weights = torch.tensor([[1 + 2.0**-20, 1.0]])
-    (got,) = cpu.RULES[ops.UnpermuteTokens](rows, sources(1, 0, 1), weights)
+    (got,) = on_cpu(dtype)(ops.UnpermuteTokens(), rows, sources(1, 0, 1), weights)
     assert got.item() == 2.0**-20
 
 
@@ -87,7 +86,7 @@ def through_the_experts(rules, x, experts, weights, weight, ranks):
     """Permute, project and unpermute on every rank, and add up; what nobody is to read is poison."""
     own, total = len(weight) // ranks, np.zeros((len(x), weight.shape[1]))
     for rank in range(ranks):
-        rows, counts, source = rules(ops.PermuteTokens(own, ranks), x, experts, rank=rank)
+        rows, counts, source = rules(ops.PermuteTokens(own, Group("ep", ranks)), x, experts, rank=rank)
         rows[int(counts.sum()) :] = math.nan
         (out,) = rules(ops.GroupedLinear(), rows, weight[rank * own : (rank + 1) * own], counts)
         out[int(counts.sum()) :] = math.nan
@@ -124,11 +123,11 @@ def test_shapes():
     ("operand", "aval", "message"),
     [
         ("rows", Aval((11, 8), "bf16"), r"axis Z of rows must be T U = 12, from source: got 11"),
-        ("rows", Aval((12, 8), "fp64"), r"weights must be fp64: got fp32"),
-        ("rows", Aval((12, 8), "int8"), r"rows must be bf16 or fp16 or fp32 or fp64: got int8"),
+        ("rows", Aval((12, 8), "fp64"), r"weights must be fp64, to go with rows, fp64: got fp32"),
+        ("rows", Aval((12, 8), "int8"), r"rows must be floating \(bf16, fp16, fp32, fp64\): got int8"),
         ("rows", Aval((3, 4, 8), "bf16"), r"rows must be \[Z, D\], 2 axes: got bf16\[3, 4, 8\], 3 axes"),
         ("source", Aval((3, 4), "int64"), r"source must be int32: got int64"),
-        ("weights", Aval((3, 4), "bf16"), r"weights must be fp32: got bf16"),
+        ("weights", Aval((3, 4), "bf16"), r"weights must be fp32, to go with rows, bf16: got bf16"),
         ("weights", Aval((3, 3), "fp32"), r"axis U .* 4 in source, 3 in weights"),
         ("weights", Aval((4, 4), "fp32"), r"axis T .* 3 in source, 4 in weights"),
     ],

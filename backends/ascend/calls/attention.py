@@ -12,14 +12,15 @@ Source: op-plugin and CANN 9.1 (ops-transformer), as far as public.
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from mla_fx.backends.torch_streams import Scratch
-from mla_fx.effects import InputError
+from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
+from mla_fx.backends.device import Run, Scratch
+from mla_fx.effects import Aval
+from mla_fx.effects.ops.history_attention import WORKSPACE
 
 #: Query heads that the operator takes for L = 512.
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -27,34 +28,25 @@ LATENT, ROPE = 512, 64
 _MASK = 2048
 
 
-@cache
-def causal_mask(device: torch.device) -> torch.Tensor:
-    """The operator's template for sparse_mode 3: 2048 x 2048, set strictly above the diagonal.
-
-    Made once; the copy blocks, so that any stream may read it from then on.
-    """
-    return torch.ones(_MASK, _MASK, dtype=torch.bool).triu_(1).to(device)
+def causal_mask(run: Run) -> torch.Tensor:
+    """The operator's template for sparse_mode 3: 2048 x 2048, set strictly above the diagonal."""
+    return run.constant("causal mask", lambda: torch.ones(_MASK, _MASK, dtype=torch.bool).triu_(1))
 
 
-def takes(query: torch.Tensor) -> bool:
-    """Whether this is for the operator, whose sizes then must hold; float32 is for plain torch.
-
-    Raises `InputError` for any other dtype.
-    """
-    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InputError(f"q_latent: on ascend must be bf16, fp16 or fp32: got {query.dtype}")
-    return query.dtype != torch.float32
-
-
-def check_sizes(q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
-    """L, R and the heads of the operator; raises `InputError`."""
+def takes(q_latent: Aval, q_rope: Aval) -> str | None:
+    """Why attention cannot run on such queries; in 16 bits L, R and the heads are the operator's."""
+    if why := wrong_dtype("q_latent", q_latent):
+        return why
+    if q_latent.dtype == "fp32":
+        return None
     for name, got, wanted in (("L", q_latent.shape[2], LATENT), ("R", q_rope.shape[2], ROPE)):
         if got != wanted:
-            raise InputError(
+            return (
                 f"{name}: attention on ascend in {q_latent.dtype} needs {wanted} (other sizes run in fp32): got {got}"
             )
     if not 1 <= q_latent.shape[1] <= HEADS[-1]:
-        raise InputError(f"heads: attention on ascend takes 1 to {HEADS[-1]}: got {q_latent.shape[1]}")
+        return f"heads: attention on ascend takes 1 to {HEADS[-1]}: got {q_latent.shape[1]}"
+    return None
 
 
 def fused(
@@ -65,7 +57,7 @@ def fused(
     *,
     lengths: Sequence[int],
     keys: Sequence[int],
-    workspace: Scratch,
+    run: Run,
     **how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`q_latent` [T, H, L], `q_rope` [T, H, R] -> output [T, H, L] and LSE [T, H].
@@ -81,7 +73,7 @@ def fused(
         size = next(count for count in HEADS if count >= heads)
         queries = [_padded(part, size) for part in (q_latent, q_rope)]
         into = (out, lse) if size == heads else (torch.empty_like(queries[0]), lse.new_empty((tokens, size)))
-        _call(queries, (latent, k_rope), [part[:real] for part in into], lengths, keys, workspace, how)
+        _call(queries, (latent, k_rope), [part[:real] for part in into], lengths, keys, run.scratch(WORKSPACE), how)
         if size != heads:
             out.copy_(into[0][:, :heads])
             lse.copy_(into[1][:, :heads])

@@ -17,9 +17,20 @@ from typing import Any
 
 import torch
 
-from mla_fx.effects import InputError
+from mla_fx.effects import Aval
 
 EXPERTS, _LIMIT = 1024, 65536
+
+
+def takes(weight: Aval) -> str | None:
+    """Why the operator cannot take a weight [Y, F, D]."""
+    experts, features, inner = weight.shape
+    if not 1 <= experts <= EXPERTS:
+        return f"experts: a grouped projection on ascend takes 1 to {EXPERTS} a rank: got {experts}"
+    for name, size in (("D", inner), ("F", features)):
+        if not 1 <= size < _LIMIT:
+            return f"{name}: a grouped projection on ascend needs 1 to {_LIMIT - 1} features: got {size}"
+    return None
 
 
 def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -27,15 +38,8 @@ def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **ho
 
     `how` is passed on: scales, those of the weight [Y, F] (the page says one axis, which is for a weight of two), and
     the dtype of the result.
-
-    Raises `InputError` for sizes that the operator does not take.
     """
-    experts, features, inner = weight.shape
-    if not 1 <= experts <= EXPERTS:
-        raise InputError(f"experts: a grouped projection on ascend takes 1 to {EXPERTS} a rank: got {experts}")
-    for name, size in (("D", inner), ("F", features)):
-        if not 1 <= size < _LIMIT:
-            raise InputError(f"{name}: a grouped projection on ascend needs 1 to {_LIMIT - 1} features: got {size}")
+    experts, features, _ = weight.shape
     if not rows.shape[0]:
         return rows.new_empty((0, features), dtype=how.get("output_dtype"))
     (out,) = torch.ops.npu.npu_grouped_matmul(

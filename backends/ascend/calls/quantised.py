@@ -11,19 +11,8 @@ import torch
 from torch.nn import functional
 
 from mla_fx.backends.ascend.calls.grouped import grouped
-from mla_fx.effects import InputError
 
 _PIECE = 1024  # 1024 * 127 * 128 < 2^24
-
-
-def takes(x: torch.Tensor) -> bool:
-    """Whether activations are for the 8-bit operators; float32 is for plain torch.
-
-    Raises `InputError` for any other dtype.
-    """
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise InputError(f"x: an 8-bit projection on ascend takes bf16, fp16 or fp32: got {x.dtype}")
-    return x.dtype != torch.float32
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,19 +1,20 @@
 """The Ascend backend on the emulated CANN: one machine a process, as it came from the shop for every test."""
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import ascend
+from mla_fx import orchestrations
+from mla_fx.backends import Backend, Collective, InProcess, Run, ascend, device
 from mla_fx.backends.ascend.emulator import Machine, emulate
 from mla_fx.backends.ascend.emulator.build import compiler
-from mla_fx.backends.torch_streams import Scratch
-from mla_fx.effects import InputError, Op
+from mla_fx.effects import Aval, InputError, Op, Program, bind, on_host, schedule, trace
+from mla_fx.effects.aval import operand
+from tests.ops.conftest import aval, fields
 
 
 def why_not() -> str | None:
@@ -56,36 +57,66 @@ def with_gaps(operand: Any) -> Any:
     return room.copy_(operand)
 
 
+def given_to(op: Op, operands: Sequence[Any], layout: Callable[[Any], Any] = to_device) -> list[Any]:
+    """Operands on the device in the form that the rule wants: states contiguous, the rest as `layout` puts it."""
+    forms = ascend.TABLE.forms.get(type(op), {})
+    put = [to_device(x) if name in op.writes else layout(x) for name, x in zip(op.operands, operands, strict=True)]
+    return [forms[name](x) if name in forms else x for name, x in zip(op.operands, put, strict=True)]
+
+
+def ask(op: Op, *operands: Any, rank: int = 0) -> tuple[torch.Tensor, ...]:
+    """The Ascend rule on operands that are on the device."""
+    results = ascend.TABLE.rules[type(op)](*operands, run=Run(rank, device("npu")), **fields(op))
+    assert isinstance(results, tuple)
+    return results
+
+
 def on_device(
-    op: Op, *operands: Any, layout: Callable[[Any], Any] = to_device, **rank: int
+    op: Op, *operands: Any, layout: Callable[[Any], Any] = to_device, rank: int = 0
 ) -> tuple[torch.Tensor, ...]:
     """The Ascend rule, its results on the host; states are contiguous, the rest as `layout` puts it."""
-    given = tuple(to_device(t) if k in op.writes else layout(t) for k, t in enumerate(operands))
-    scratch = {name: Scratch() for name in op.uses}
-    results = ascend.RULES[type(op)](*given, **attrs.asdict(op), **rank, **scratch)
-    assert isinstance(results, tuple) and len(results) == len(op.results)
+    given = given_to(op, operands, layout)
+    results = ask(op, *given, rank=rank)
+    assert len(results) == len(op.results)
+    versions = {result: given[position] for position, result in op.written().items()}
+    memory = {t.untyped_storage().data_ptr() for t in given if isinstance(t, torch.Tensor)}
     for k, result in enumerate(results):
-        states = [given[operand] for operand, index in op.writes.items() if index == k]
-        assert result is states[0] if states else result.is_contiguous()
-        assert (
-            states
-            or not result.numel()
-            or all(
-                result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
-                for t in given
-                if isinstance(t, torch.Tensor)
-            )
-        )
+        if k in versions:
+            assert result is versions[k]
+        else:
+            assert result.is_contiguous()
+            assert not result.numel() or result.untyped_storage().data_ptr() not in memory
     return tuple(result.cpu() for result in results)
 
 
 def over_ranks(op: Op, operands: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-    """A collective's rule asked as the interpreter asks it, all on one stream."""
-    turns = list(ascend.RULES[type(op)]([tuple(map(to_device, given)) for given in operands], **attrs.asdict(op)))
-    assert len(turns) % len(operands) == 0
-    *preparing, results = (turns[k : k + len(operands)] for k in range(0, len(turns), len(operands)))
-    assert all(turn is None for turns_of_round in preparing for turn in turns_of_round)
-    return [tuple(result.cpu() for result in of_rank) for of_rank in results]
+    """A collective for all ranks on one stream: what each sends, moved, is what each receives."""
+    rule, runs = ascend.TABLE.rules[type(op)], [Run(rank, device("npu")) for rank in range(len(operands))]
+    assert isinstance(rule, Collective) and op.communicates
+    given = [tuple(map(to_device, mine)) for mine in operands]
+    sent = [rule.send(*mine, run=run, **fields(op)) for mine, run in zip(given, runs, strict=True)]
+    assert all(one.is_contiguous() for one in sent)
+    moved = InProcess(len(operands)).move(op.communicates, sent)
+    found = [
+        rule.receive(brought, *mine, run=run, **fields(op))
+        for brought, mine, run in zip(moved, given, runs, strict=True)
+    ]
+    return [tuple(result.cpu() for result in of_rank) for of_rank in found]
+
+
+def refused(op: Op, *operands: torch.Tensor | tuple[int, ...]) -> str:
+    """Why a program of nothing but the op on such operands is not compiled."""
+    ranks = group.size if (group := op.group_of()) else 1
+    with pytest.raises(InputError) as caught:
+        Backend("ascend", ascend.TABLE, InProcess(ranks), device("npu")).compile(program_of(op, map(aval, operands)))
+    return str(caught.value)
+
+
+def program_of(op: Op, avals: Iterable[Aval]) -> Program:
+    """A program of nothing but an op."""
+    named = zip(op.operands.items(), avals, strict=True)
+    inputs = {name: on_host(of) if operand(text).on_host else of for (name, text), of in named}
+    return schedule(trace(lambda **values: bind(op, *values.values()), op.name, **inputs), orchestrations.serial)
 
 
 @pytest.fixture

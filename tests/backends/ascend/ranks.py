@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 from mla_fx import backends, orchestrations
 from mla_fx.backends.ascend.emulator import Machine, emulate
 from mla_fx.effects import Op, schedule
+from tests.backends.ascend.conftest import program_of
 from tests.backends.ascend.steps import setup
-from tests.backends.ranks import alone
+from tests.ops.conftest import aval
 from tests.processes import Member
 
 
@@ -37,13 +38,13 @@ def decode(
     ranks = together or member.ranks
     given = setup(dtype, ranks=ranks, **sizes)
     backend = backends.get("ascend", ranks=ranks, group=group)
-    run = backend.compile(schedule(given.step, orchestrations.NAMED[orchestration]))
+    run = given.compiled(backend, schedule(given.step, orchestrations.NAMED[orchestration]))
     own = backend.put([[argument[rank] for rank in backend.here] for argument in given.arguments()])
     found = []
     for seed in range(seeds):
         machine.seed(seed * ranks + member.rank)
-        params, caches, *rest = own
-        found.append(host(run(params, pytree.tree_map(lambda cache: cache.clone(), caches), *rest)))
+        caches, *rest = own
+        found.append(host(run(pytree.tree_map(lambda cache: cache.clone(), caches), *rest)))
     return found
 
 
@@ -52,12 +53,12 @@ def steps(member: Member, *, dtype: str, queries: list[tuple[int, ...]]) -> list
     machine, group = start(member)
     given = setup(dtype, ranks=member.ranks)
     backend = backends.get("ascend", ranks=member.ranks, group=group)
-    run = backend.compile(schedule(given.step, orchestrations.attention_aside))
+    run = given.compiled(backend, schedule(given.step, orchestrations.attention_aside))
     machine.seed(member.rank)
-    params, caches, hidden, _ = backend.put([[argument[member.rank]] for argument in given.arguments()])
+    caches, hidden, _ = backend.put([[argument[member.rank]] for argument in given.arguments()])
     outs, lengths = [], [0] * given.requests
     for query in queries:
-        out, caches = run(params, caches, hidden, [given.batches(tuple(lengths), query)[member.rank]])
+        out, caches = run(caches, hidden, [given.batches(tuple(lengths), query)[member.rank]])
         outs.append(out[0])
         lengths = [length + new for length, new in zip(lengths, query, strict=True)]
     return host(outs)
@@ -68,7 +69,7 @@ def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...
     machine, group = start(member, seed=member.rank)
     backend = backends.get("ascend", ranks=member.ranks, group=group)
     own = operands[member.rank]
-    run = backend.compile(schedule(alone(op, own), orchestrations.serial))
+    run = backend.compile(program_of(op, map(aval, own)))
     given = [[backend.put(x)] for x in own]
     with machine.tracing() as trace:
         results = [out for (out,) in run(*given)]

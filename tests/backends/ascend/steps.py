@@ -7,8 +7,7 @@ from attrs import evolve
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends
-from mla_fx.backends import Backend, Executable
-from mla_fx.backends.torch_streams import OnStreams
+from mla_fx.backends import Backend
 from mla_fx.effects import Program
 from tests.setups import CONFIG, Setup
 
@@ -22,23 +21,29 @@ def setup(dtype: str, **sizes: Any) -> Setup:
     return Setup(dtype=dtype, config=LATENT, block_size=16, **sizes)
 
 
-def body(run: Executable) -> OnStreams:
-    assert isinstance(run.body, OnStreams)
-    return run.body
+def streams(backend: Backend) -> dict[int, str]:
+    """Name of every stream of the device by its handle; main is the one that is current here."""
+    named = {"main": torch.npu.current_stream(), **backend.device.streams}
+    return {stream.npu_stream: name for name, stream in named.items()}
+
+
+def events(backend: Backend) -> dict[int, str]:
+    """Name of every event of programs by its handle."""
+    return {event.npu_event: name for name, event in backend.device.events.items()}
 
 
 class Trial:
     """A program compiled once, legal or not, to be run again and again on the same arguments."""
 
     def __init__(self, backend: Backend, program: Program, setup: Setup, **batch: Any) -> None:
-        self.run = backend.compile(program, unchecked=True)
-        self.given = backend.put((setup.params(), setup.caches(), setup.hidden(), setup.batches(**batch)))
+        self.run = setup.compiled(backend, program, unchecked=True)
+        self.given = backend.put((setup.caches(), setup.hidden(), setup.batches(**batch)))
 
     def __call__(self) -> list[torch.Tensor]:
         """Outputs and new caches of one step, on the host; the given caches stay as they are."""
-        params, caches, *rest = self.given
+        caches, *rest = self.given
         fresh = pytree.tree_map(lambda cache: cache.clone(), caches)
-        return [leaf.cpu() for leaf in pytree.tree_leaves(self.run(params, fresh, *rest))]
+        return [leaf.cpu() for leaf in pytree.tree_leaves(self.run(fresh, *rest))]
 
 
 def leaves(backend: Backend, program: Program, setup: Setup, **batch: Any) -> list[torch.Tensor]:

@@ -2,13 +2,13 @@
 
 import math
 
-import attrs
 import pytest
 import torch
 
-from mla_fx.backends import reference
+from mla_fx.backends import Run, reference
 from mla_fx.effects import ops
 from tests.backends.ascend.conftest import close, on_device, random, to_device, with_gaps
+from tests.ops.conftest import fields
 
 pytestmark = pytest.mark.usefixtures("emulator")
 SIZES = {torch.bfloat16: (512, 64), torch.float16: (512, 64), torch.float32: (12, 4)}
@@ -29,7 +29,7 @@ SCALE = 0.05
 
 def right(op, *operands):
     exact = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in operands]
-    return reference.RULES[type(op)](*exact, **attrs.asdict(op))
+    return reference.TABLE.rules[type(op)](*exact, run=Run(), **fields(op))
 
 
 def verify(op, *operands):

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from mla_fx import backends, orchestrations
-from mla_fx.effects import InputError, LawError, Wait, schedule
-from tests.backends.ascend.steps import ascend, body, equal, leaves, setup
+from mla_fx.backends import RunError, device
+from mla_fx.effects import InputError, LawError, Wait, ops, schedule
+from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
 from tests.setups import Setup
 
 pytestmark = pytest.mark.usefixtures("emulator")
@@ -74,15 +75,15 @@ def test_one_program_serves_many_steps(dtype):
     given = setup(dtype)
     program = schedule(given.step, orchestrations.attention_aside)
     device, exact = ascend(2), backends.get("reference", ranks=2)
-    run, right = device.compile(program), exact.compile(program)
-    params, hidden = device.put(given.params()), device.put(given.hidden())
+    run, right = given.compiled(device, program), given.compiled(exact, program)
+    hidden = device.put(given.hidden())
     caches, expected = device.put(given.caches(), copy=True), exact.put(given.caches(), copy=True)
     mine, outs, wanted, lengths = caches[0].latent, [], [], [0, 0]
     for step in range(9):
         query = ((1, 2), (3, 0), (0, 1))[step % 3]
         batches = given.batches(tuple(lengths), query)
-        out, caches = run(params, caches, hidden, batches)
-        want, expected = right(*exact.put((given.params(), expected, given.hidden(), batches)))
+        out, caches = run(caches, hidden, batches)
+        want, expected = right(*exact.put((expected, given.hidden(), batches)))
         outs.append(out[0])
         wanted.append(want[0])
         lengths = [length + new for length, new in zip(lengths, query, strict=True)]
@@ -96,7 +97,7 @@ def test_outputs_are_read_on_the_stream_of_the_caller():
     given = setup("fp32")
     program = schedule(given.step, orchestrations.attention_aside)
     expected = leaves(ascend(2), program, given)
-    run = ascend(2).compile(program)
+    run = given.compiled(ascend(2), program)
     mine = torch.npu.Stream()
     mine.wait_stream(torch.npu.current_stream())
     with torch.npu.stream(mine):
@@ -105,28 +106,28 @@ def test_outputs_are_read_on_the_stream_of_the_caller():
         doubled = out[0] + out[0]
         del out
         again, _ = run(*ascend(2).put(given.arguments(), copy=True))
-    assert torch.equal(doubled.cpu(), 2 * expected[0])
-    assert torch.equal(again[0].cpu(), expected[0])
+        assert torch.equal(doubled.cpu(), 2 * expected[0])
+        assert torch.equal(again[0].cpu(), expected[0])
 
 
 def test_inputs_may_still_be_in_the_making(emulator):
     """On the stream of the caller, late, while the call is issued."""
     given = setup("fp32")
-    run = ascend(2).compile(schedule(given.step, orchestrations.attention_aside))
-    params, caches, hidden, batches = ascend(2).put(given.arguments(), copy=True)
+    run = given.compiled(ascend(2), schedule(given.step, orchestrations.attention_aside))
+    caches, hidden, batches = ascend(2).put(given.arguments(), copy=True)
     expected = leaves(ascend(2), schedule(given.step, orchestrations.serial), given)
     for seed in range(12):
         emulator.seed(seed)
         fresh = [type(cache)(*(part.clone() for part in cache)) for cache in caches]
-        out, _ = run(params, fresh, [x + 0 for x in hidden], batches)
+        out, _ = run(fresh, [x + 0 for x in hidden], batches)
         assert torch.equal(out[0].cpu(), expected[0]), f"seed {seed}"
 
 
 def test_an_output_may_be_let_go_while_it_is_read(emulator):
     """A next step, called from another stream, must not take its memory before the reader is through."""
     given = setup("fp32")
-    run = ascend(2).compile(schedule(given.step, orchestrations.serial))
-    params, caches, hidden, batches = ascend(2).put(given.arguments(), copy=True)
+    run = given.compiled(ascend(2), schedule(given.step, orchestrations.serial))
+    caches, hidden, batches = ascend(2).put(given.arguments(), copy=True)
     expected = leaves(ascend(2), schedule(given.step, orchestrations.serial), given)
     readers = torch.npu.Stream(), torch.npu.Stream()
     for seed in range(24):
@@ -134,11 +135,11 @@ def test_an_output_may_be_let_go_while_it_is_read(emulator):
         fresh = [type(cache)(*(part.clone() for part in cache)) for cache in caches]
         torch.npu.synchronize()
         with torch.npu.stream(readers[0]):
-            out, _ = run(params, fresh, hidden, batches)
+            out, _ = run(fresh, hidden, batches)
             read = out[0] + 0
             del out
         with torch.npu.stream(readers[1]):
-            run(params, fresh, [-x for x in hidden], batches)
+            run(fresh, [-x for x in hidden], batches)
         torch.npu.synchronize()
         assert torch.equal(read.cpu(), expected[0]), f"seed {seed}"
 
@@ -147,35 +148,57 @@ def test_illegal_programs_are_refused():
     program = schedule(setup("fp32").step, orchestrations.attention_aside)
     at = next(k for k, effect in enumerate(program.effects) if isinstance(effect, Wait))
     with pytest.raises(LawError, match="missing order"):
-        ascend(2).compile(program.without(at))
+        setup("fp32").compiled(ascend(2), program.without(at))
 
 
 def test_tensors_elsewhere_are_refused():
     given = setup("fp32")
-    run = ascend(2).compile(schedule(given.step, orchestrations.serial))
-    params, caches, hidden, batches = given.arguments()
+    run = given.compiled(ascend(2), schedule(given.step, orchestrations.serial))
+    caches, hidden, batches = given.arguments()
     with pytest.raises(InputError, match=r"of rank 0: must be on npu, as Backend.put moves it: got cpu"):
-        run(params, caches, hidden, batches)
+        run(caches, hidden, batches)
     there = [batch._replace(slots=batch.slots.npu()) for batch in batches]
-    with pytest.raises(
-        InputError, match=r"batch.slots of rank 0: is checked by value .* on the host: got device npu:0"
-    ):
-        run(*ascend(2).put((params, caches, hidden)), there)
+    with pytest.raises(InputError, match=r"batch.slots of rank 0: is checked by value .* on the host: got npu:0"):
+        run(*ascend(2).put((caches, hidden)), there)
 
 
-def test_a_rule_that_refuses_leaves_the_device_usable():
+def test_a_rule_that_fails_leaves_the_device_usable():
+    """In the middle of a step, on the side stream: the error says where, and the next step is right."""
     given = setup("bf16")
-    program = schedule(given.step, orchestrations.attention_aside)
-    small = Setup(dtype="bf16")
-    here = torch.npu.current_stream()
-    with pytest.raises(InputError, match=r"L: attention on ascend in torch.bfloat16 needs 512 .*: got 16"):
-        leaves(ascend(2), schedule(small.step, orchestrations.attention_aside), small)
+    program, backend = schedule(given.step, orchestrations.attention_aside), ascend(2)
+    expected = leaves(backend, program, given)
+    real, calls, here = backend.table.rules[ops.CurrentAttention], [], torch.npu.current_stream()
+
+    def fails_once(*operands, run, **parameters):
+        calls.append(torch.npu.current_stream().npu_stream)
+        if len(calls) == 2:
+            raise ValueError("no")
+        return real(*operands, run=run, **parameters)
+
+    trial = Trial(backend.with_rules({ops.CurrentAttention: fails_once}), program, given)
+    with pytest.raises(RunError, match=r"cur, cur_lse = current_attention .*on stream side, rank 1: ValueError: no"):
+        trial()
     assert torch.npu.current_stream() == here
-    assert equal(leaves(ascend(2), program, given), leaves(ascend(2), program, given))
+    assert equal(trial(), expected) and equal(trial(), expected)
+    assert set(calls) == {backend.device.streams["side"].npu_stream}
 
 
-def test_streams_of_every_rank_are_its_own():
-    run = ascend(4).compile(schedule(setup("fp32", ranks=4).step, orchestrations.attention_aside))
-    streams = body(run).streams
-    assert set(streams) == {(rank, name) for rank in range(4) for name in ("main", "side")}
-    assert len({stream.npu_stream for stream in streams.values()}) == 8
+def test_what_an_operator_refuses_is_not_compiled():
+    small = Setup(dtype="bf16")
+    program = schedule(small.step, orchestrations.attention_aside)
+    with pytest.raises(InputError, match=r"history_attention: L: attention on ascend in bf16 needs 512 .*: got 16"):
+        small.compiled(ascend(2), program)
+
+
+def test_streams_are_the_devices(emulator):
+    """One set for all ranks and executables; main is the caller's."""
+    given = [setup("fp32", ranks=ranks) for ranks in (4, 2)]
+    used = set()
+    for one in given:
+        backend = ascend(one.ranks)
+        trial = Trial(backend, schedule(one.step, orchestrations.attention_aside), one)
+        trial()
+        with emulator.tracing() as trace:
+            trial()
+        used |= {task.stream for task in trace if task.stream}
+    assert used == {torch.npu.current_stream().npu_stream, device("npu").streams["side"].npu_stream}

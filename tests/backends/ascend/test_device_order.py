@@ -1,39 +1,38 @@
 """What reached the device, as the emulator's trace has it: order, streams, events, and no cast on the way."""
 
+from collections import Counter
+
 import pytest
 
 from mla_fx import orchestrations
 from mla_fx.backends.ascend.emulator import Traced
-from mla_fx.effects import schedule
-from tests.backends.ascend.steps import ascend, body, setup
+from mla_fx.effects import Record, Stage, Wait, schedule
+from tests.backends.ascend.steps import ascend, events, setup, streams
 
 FIA, UPDATE, STACK = "aclnnFusedInferAttentionScoreV3", "aclnnAttentionUpdate", "aclnnStack"
 
 
 def traced(emulator, dtype, ranks, orchestration, seed, layers=None):
-    """The trace of one step, and the body that ran; a first step has made constants and workspaces."""
+    """The trace of one step, and the backend it ran on; a first step has made constants and workspaces."""
     emulator.seed(seed)
     given, backend = setup(dtype, ranks=ranks, layers=layers), ascend(ranks)
-    run = backend.compile(schedule(given.step, orchestrations.NAMED[orchestration]))
+    run = given.compiled(backend, schedule(backend.lower(given.step), orchestrations.NAMED[orchestration]))
     run(*backend.put(given.arguments(), copy=True))
     arguments = backend.put(given.arguments(), copy=True)
     with emulator.tracing() as trace:
         run(*arguments)
-    return trace, body(run)
+    return trace, backend
 
 
-def of(trace: list[Traced], body, rank: int) -> list[tuple[str, str]]:
-    """(stream, what) of one rank: the operators that the order is about, and the events of the program."""
-    streams = {stream.npu_stream: name for (r, name), stream in body.streams.items() if r == rank}
-    events = {event.npu_event: name for (r, name), event in body.events.items() if r == rank and name[0] != "<"}
+def of(trace: list[Traced], backend) -> list[tuple[str, str]]:
+    """(stream, what): the operators that the order is about, and all events but that of the buffer sent from."""
+    on, named = streams(backend), events(backend)
     found = []
     for task in trace:
-        if task.stream in streams:
-            name = streams[task.stream]
-            if task.kind in ("record", "wait") and task.event in events:
-                found.append((name, f"{task.kind} {events[task.event]}"))
-            elif task.name in (FIA, UPDATE, STACK):
-                found.append((name, task.name))
+        if task.kind in ("record", "wait") and task.event in named:
+            found.append((on[task.stream], f"{task.kind} {named[task.event]}"))
+        elif task.name in (FIA, UPDATE, STACK):
+            found.append((on[task.stream], task.name))
     return found
 
 
@@ -41,24 +40,43 @@ def of(trace: list[Traced], body, rank: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_attention_aside(emulator, dtype, ranks, seed):
-    """History, record | wait, current, record | pack and exchange, join, combine: whatever the interleaving."""
-    trace, body = traced(emulator, dtype, ranks, "attention-aside", seed)
-    for rank in range(ranks):
-        tasks = of(trace, body, rank)
-        assert [what for stream, what in tasks if stream == "main"] == [FIA, "record e0", STACK, "wait e1", UPDATE]
-        assert [what for stream, what in tasks if stream == "side"] == ["wait e0", FIA, "record e1"]
-        at = {task: position for position, task in enumerate(tasks)}
-        assert at["main", "record e0"] < at["side", "wait e0"] < at["side", FIA]
-        assert at["side", FIA] < at["side", "record e1"] < at["main", "wait e1"] < at["main", UPDATE]
+    """History, record | wait, current, record | pack and exchange, join, combine: whatever the interleaving.
+
+    The ranks of one process share streams and events, and go one after the other from launch to launch.
+    """
+    trace, backend = traced(emulator, dtype, ranks, "attention-aside", seed)
+    tasks = of(trace, backend)
+    gathered = [STACK] * ranks  # the queries of all heads, before the history
+    expected = [*gathered, *[FIA] * ranks, "record e0", *[STACK] * ranks, "wait e1", *[UPDATE] * ranks]
+    assert [what for stream, what in tasks if stream == "main"] == expected
+    assert [what for stream, what in tasks if stream == "side"] == ["wait e0", *[FIA] * ranks, "record e1"]
+    at = {task: position for position, task in enumerate(tasks)}  # the last of several
+    assert at["main", "record e0"] < at["side", "wait e0"] < tasks.index(("side", FIA))
+    assert at["side", FIA] < at["side", "record e1"] < at["main", "wait e1"] < tasks.index(("main", UPDATE))
+
+
+def test_nothing_else_reaches_the_device(emulator):
+    """Every record, wait and copy is an effect of the program, or the one copy of the integers with its event."""
+    given, backend = setup("bf16"), ascend(2)
+    program = schedule(backend.lower(given.step), orchestrations.attention_aside)
+    trace, _ = traced(emulator, "bf16", 2, "attention-aside", 3)
+    found = Counter(task.kind for task in trace if task.kind != "operator")
+    assert found == {
+        "to_device": program.count(Stage),
+        "record": program.count(Record) + program.count(Stage),
+        "wait": program.count(Wait),
+    }
+    assert {streams(backend)[task.stream] for task in trace} == set(program.streams)
 
 
 def test_attention_and_exchange_overlap(emulator):
     """What the orchestration is for: under some seeds the exchange comes first, under others current attention."""
     first: set[tuple[str, str]] = set()
     for seed in range(100):  # about one in four starts the exchange first; which depends on the streams there are
-        trace, body = traced(emulator, "bf16", 1, "attention-aside", seed)
-        order = [task for task in of(trace, body, 0) if task in (("side", FIA), ("main", STACK))]
-        first.add(order[0])
+        trace, backend = traced(emulator, "bf16", 1, "attention-aside", seed)
+        tasks = of(trace, backend)
+        behind = tasks[tasks.index(("main", FIA)) :]
+        first.add(next(task for task in behind if task in (("side", FIA), ("main", STACK))))
         if len(first) == 2:
             return
     pytest.fail(f"under 100 seeds only {first} came first")
@@ -67,16 +85,14 @@ def test_attention_and_exchange_overlap(emulator):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_no_cast_between_attention_and_projection(emulator, dtype):
     """Payload and partials keep the activation dtype; the angles and the sum over ranks are elsewhere."""
-    trace, body = traced(emulator, dtype, 2, "attention-aside", 1)
-    for rank in range(2):
-        streams = {stream.npu_stream for (r, _), stream in body.streams.items() if r == rank}
-        names = [task for task in trace if task.stream in streams and task.kind == "operator"]
-        first = next(k for k, task in enumerate(names) if task.name == FIA)
-        last = next(k for k, task in enumerate(names) if task.name == "aclnnTransposeBatchMatMul" and k > first)
-        between = names[first : last + 1]
-        assert sum(task.name == FIA for task in between) == 2
-        assert not [task for task in between if task.casts or task.name == "aclnnCast"]
-        assert any(task.casts for task in names)  # the trace can see one: the rotation is in float32
+    trace, _ = traced(emulator, dtype, 2, "attention-aside", 1)
+    names = [task for task in trace if task.kind == "operator"]
+    first = next(k for k, task in enumerate(names) if task.name == FIA)
+    last = max(k for k, task in enumerate(names) if task.name == "aclnnTransposeBatchMatMul")
+    between = names[first : last + 1]
+    assert sum(task.name == FIA for task in between) == 4
+    assert not [task for task in between if task.casts or task.name == "aclnnCast"]
+    assert any(task.casts for task in names)  # the trace can see one: the rotation is in float32
 
 
 def test_no_cast_at_all_in_float32(emulator):
@@ -90,17 +106,17 @@ def test_exchange_moves_bits(emulator, ranks):
     """The payload goes from rank to rank as integers."""
     trace, _ = traced(emulator, "bf16", ranks, "attention-aside", 0)
     moved = [task for task in trace if task.name == STACK]
-    assert len(moved) == ranks
-    for task in moved:
+    assert len(moved) == 2 * ranks
+    for task, size in zip(moved, [576] * ranks + [514] * ranks, strict=True):  # queries, then payloads
         assert {str(dtype) for dtype, _ in (*task.operands, *task.results)} == {"torch.int16"}
-        assert len(task.operands) == ranks and task.results[0][1] == (ranks, 3, 8 // ranks, 514)
+        assert len(task.operands) == ranks and task.results[0][1] == (ranks, 3, 8 // ranks, size)
 
 
 def test_host_waits_for_nothing(emulator):
     """A step is issued without a synchronisation: nothing has run when the call returns."""
     emulator.seed(0)
     given, backend = setup("bf16"), ascend(2)
-    run = backend.compile(schedule(given.step, orchestrations.attention_aside))
+    run = given.compiled(backend, schedule(given.step, orchestrations.attention_aside))
     run(*backend.put(given.arguments(), copy=True))
     arguments = backend.put(given.arguments(), copy=True)
     emulator.synchronize()

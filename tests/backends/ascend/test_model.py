@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_fx import StepShape, backends, orchestrations
-from mla_fx.effects import InputError, schedule
+from mla_fx.effects import schedule
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ def test_orchestrations_and_seeds_give_the_same_bits(emulator, quantization, orc
 def test_host_waits_for_nothing(emulator, dtype, quantization):
     """Counts of rows and choices of experts stay on the device: nothing has run when a step has been issued."""
     given, backend = setup(dtype, layers=2, quantization=quantization), ascend(2)
-    run = backend.compile(schedule(given.step, orchestrations.attention_aside))
+    run = given.compiled(backend, schedule(given.step, orchestrations.attention_aside))
     run(*backend.put(given.arguments(), copy=True))  # makes constants and workspaces
     arguments = backend.put(given.arguments(), copy=True)
     emulator.synchronize()
@@ -81,7 +81,7 @@ def test_host_waits_for_nothing(emulator, dtype, quantization):
 def test_operators_of_a_step(emulator):
     """A step in bf16 goes through the operators for experts and 8 bits, on every rank."""
     given, backend = setup("bf16", layers=2, quantization="w8a8"), ascend(2)
-    run = backend.compile(schedule(given.step, orchestrations.serial))
+    run = given.compiled(backend, schedule(given.step, orchestrations.serial))
     arguments = backend.put(given.arguments(), copy=True)
     with emulator.tracing() as trace:
         run(*arguments)
@@ -90,13 +90,12 @@ def test_operators_of_a_step(emulator):
     assert names.count("aclnnGroupedMatmulV5") == names.count("aclnnSwiGlu") - 2 == 4
 
 
-def test_int8_weights_must_be_on_the_device(emulator):
+def test_int8_weights_are_brought_to_the_device(emulator):
+    """From wherever they come: a step finds all of its parameters where it runs."""
     given, backend = setup("fp32", layers=2, quantization="w8a8"), ascend(2)
-    run = backend.compile(schedule(given.step, orchestrations.serial))
-    _, *rest = backend.put(given.arguments(), copy=True)
-    mixed = torch.utils._pytree.tree_map(lambda t: t.npu() if t.is_floating_point() else t, given.params())
-    with pytest.raises(InputError, match=r"weight of rank 0: must be on npu, as Backend.put moves it: got cpu"):
-        run(mixed, *rest)
+    prepared = backend.prepare(given.step, given.params())
+    assert {leaf.device.type for leaves in prepared.leaves.values() for leaf in leaves} == {"npu"}
+    assert torch.int8 in {leaf.dtype for leaves in prepared.leaves.values() for leaf in leaves}
 
 
 # --- text ---------------------------------------------------------------------------

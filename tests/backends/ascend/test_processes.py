@@ -11,10 +11,11 @@ import torch
 
 from mla_fx import backends, orchestrations
 from mla_fx.backends import cpu
-from mla_fx.effects import ops, schedule
+from mla_fx.effects import Group, ops, schedule
 from tests.backends.ascend import ranks as do
 from tests.backends.ascend.conftest import random, why_not
 from tests.backends.ascend.steps import setup
+from tests.ops.conftest import Rules
 from tests.processes import Nursery, nursery
 
 ATOL = {"bf16": 0.06, "fp16": 0.008, "fp32": 2e-5}
@@ -48,7 +49,8 @@ def test_step(processes, ranks, dtype):
         do.decode, ranks=1, together=ranks, sizes={}, dtype=dtype, orchestration="attention-aside", seeds=1
     )
     exact = backends.get("reference", ranks=ranks)
-    wanted = exact.compile(schedule(given.step, orchestrations.serial))(*exact.put(given.arguments(), copy=True))
+    right = given.compiled(exact, schedule(given.step, orchestrations.serial))
+    wanted = right(*exact.put(given.arguments(), copy=True))
     for rank, by_seed in enumerate(found):
         out, *cache = by_seed[0]
         torch.testing.assert_close(out.double(), wanted[0][rank], rtol=0, atol=ATOL[dtype])
@@ -77,7 +79,8 @@ def test_own_heads_by_rank(processes):
         do.decode, ranks=4, sizes={"replicate_query": True}, dtype="fp32", orchestration="attention-aside", seeds=1
     )
     exact = backends.get("reference", ranks=4)
-    wanted, _ = exact.compile(schedule(given.step, orchestrations.serial))(*exact.put(given.arguments(), copy=True))
+    right = given.compiled(exact, schedule(given.step, orchestrations.serial))
+    wanted, _ = right(*exact.put(given.arguments(), copy=True))
     for ((out, *_),) in found:
         torch.testing.assert_close(out.double(), wanted[0], rtol=0, atol=2e-5)
 
@@ -88,10 +91,10 @@ def test_steps_in_a_row(processes, ranks, dtype):
     queries = [((1, 2), (3, 0), (0, 1))[step % 3] for step in range(9)]
     found = processes.run(do.steps, ranks=ranks, dtype=dtype, queries=queries)
     given, exact = setup(dtype, ranks=ranks), backends.get("reference", ranks=ranks)
-    right = exact.compile(schedule(given.step, orchestrations.serial))
+    right = given.compiled(exact, schedule(given.step, orchestrations.serial))
     caches, lengths = exact.put(given.caches(), copy=True), [0, 0]
     for step, query in enumerate(queries):
-        want, caches = right(*exact.put((given.params(), caches, given.hidden(), given.batches(tuple(lengths), query))))
+        want, caches = right(*exact.put((caches, given.hidden(), given.batches(tuple(lengths), query))))
         lengths = [length + new for length, new in zip(lengths, query, strict=True)]
         for outs in found:
             torch.testing.assert_close(outs[step].double(), want[0], rtol=0, atol=ATOL[dtype])
@@ -118,27 +121,27 @@ def test_all_to_all_bit_for_bit(processes, dtype, ranks):
         lse.view(torch.int32)[0, rank] = 0x7F800001 + rank  # a signalling NaN
         out = bits(torch.arange(96, dtype=torch.float32).to(dtype)).mul(677 + rank).view(dtype).view(3, 4, 8)
         given.append((out, lse))
-    found = processes.run(do.collective, ranks=ranks, op=ops.AllToAll(ranks), operands=given)
-    wanted = cpu.RULES[ops.AllToAll](given, ranks=ranks)
-    for ((ours,), trace), (exactly,) in zip(found, wanted, strict=True):
-        assert ours.dtype == dtype
-        assert torch.equal(bits(ours), bits(exactly))
-        assert [(task.name, task.operands) for task in trace] == [("all_to_all", ((torch.uint8, (ours.nbytes,)),))]
+    op, own = ops.AllToAll(Group("dcp", ranks)), 4 // ranks
+    for rank, (got, trace) in enumerate(processes.run(do.collective, ranks=ranks, op=op, operands=given)):
+        for k, ours in enumerate(got):
+            exactly = torch.stack([sent[k][:, rank * own : (rank + 1) * own] for sent in given])
+            assert ours.dtype == exactly.dtype and torch.equal(bits(ours), bits(exactly))
+        moved = sum(ours.nbytes for ours in got)  # the LSE's bits go beside the output, in one message
+        assert [(task.name, task.operands) for task in trace] == [("all_to_all", ((torch.uint8, (moved,)),))]
 
 
 @each_dtype
 def test_gathers_bit_for_bit(processes, dtype):
     rng = np.random.default_rng(3)
     for ranks, op, shapes in (
-        (4, ops.GatherHeads(4), ((3, 2, 8), (3, 2, 4))),
-        (2, ops.AllGather(features=9, ranks=2), ((3, 5),)),
-        (2, ops.AllGather(features=10, ranks=2), ((1, 5),)),
+        (4, ops.GatherHeads(Group("dcp", 4)), ((3, 2, 8), (3, 2, 4))),
+        (2, ops.AllGather(9, Group("tp", 2)), ((3, 5),)),
+        (2, ops.AllGather(10, Group("tp", 2)), ((1, 5),)),
     ):
         given = [tuple(random(rng, *shape, dtype=dtype) for shape in shapes) for _ in range(ranks)]
         bits(given[1][0]).view(-1)[:2] = torch.tensor([0x7F81, 1])  # a signalling NaN, a subnormal
         found = processes.run(do.collective, ranks=ranks, op=op, operands=given)
-        params = {"ranks": ranks, **({"features": op.features} if isinstance(op, ops.AllGather) else {})}
-        for (ours, trace), exactly in zip(found, cpu.RULES[type(op)](given, **params), strict=True):
+        for (ours, trace), exactly in zip(found, Rules(cpu.TABLE, dtype).group(op, given), strict=True):
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, exactly, strict=True))
             assert [task.name for task in trace] == ["all_gather"]
 
@@ -149,16 +152,17 @@ def test_all_reduce(processes, dtype, ranks):
     """In rank order, in float32, rounded once, on all ranks: the bits of the CPU's rule."""
     rng = np.random.default_rng(5)
     given = [(random(rng, 3, 4, dtype=dtype) * 10.0 ** (2 - rank),) for rank in range(ranks)]
-    found = processes.run(do.collective, ranks=ranks, op=ops.AllReduce(), operands=given)
-    for ((ours,), _), (exactly,) in zip(found, cpu.RULES[ops.AllReduce](given), strict=True):
+    op = ops.AllReduce(Group("tp", ranks))
+    found = processes.run(do.collective, ranks=ranks, op=op, operands=given)
+    for ((ours,), _), (exactly,) in zip(found, Rules(cpu.TABLE, dtype).group(op, given), strict=True):
         assert torch.equal(ours, exactly)
 
 
 def test_no_tokens(processes):
     """A step of nothing moves nothing, on any rank."""
     given = [(torch.empty(0, 4, 8), torch.empty(0, 4))] * 2
-    for (ours,), trace in processes.run(do.collective, ranks=2, op=ops.AllToAll(2), operands=given):
-        assert ours.shape == (2, 0, 2, 9) and not trace
+    for ours, trace in processes.run(do.collective, ranks=2, op=ops.AllToAll(Group("dcp", 2)), operands=given):
+        assert [out.shape for out in ours] == [(2, 0, 2, 8), (2, 0, 2)] and not trace
 
 
 # --- the emulated HCCL ---------------------------------------------------------------

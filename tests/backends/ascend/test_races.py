@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mla_fx import orchestrations
-from mla_fx.effects import Keep, Program, Record, Wait, check, schedule
+from mla_fx.effects import Keep, Program, Record, Stage, Wait, check, schedule
 from tests.backends.ascend.steps import Trial, ascend, equal, setup
 from tests.backends.test_decode_races import late_write, write_aside
 from tests.setups import Setup
@@ -79,7 +79,7 @@ def test_no_keep_can_be_left_out(emulator):
 def nothing_can_be_left_out(emulator, program: Program, given: Setup) -> None:
     expected = expectation(emulator, program, given)
     for index, effect in enumerate(program.effects):
-        if isinstance(effect, Record | Wait | Keep):
+        if isinstance(effect, Record | Wait | Keep | Stage):
             assert goes_wrong(emulator, program.without(index), given, expected), f"without {effect}"
 
 
@@ -109,11 +109,11 @@ def test_step_after_step_with_changing_lengths(emulator, orchestration, steps):
     def run_all(name: str, seed: int) -> list[torch.Tensor]:
         emulator.seed(seed)
         backend = ascend(given.ranks)
-        run = backend.compile(schedule(given.step, orchestrations.NAMED[name]))
-        params, caches, hidden = backend.put((given.params(), given.caches(), given.hidden()), copy=True)
+        run = given.compiled(backend, schedule(given.step, orchestrations.NAMED[name]))
+        caches, hidden = backend.put((given.caches(), given.hidden()), copy=True)
         outs = []
         for history, query in lengths:
-            out, caches = run(params, caches, hidden, given.batches(history, query))
+            out, caches = run(caches, hidden, given.batches(history, query))
             outs.append(out[0])
         return [out.cpu() for out in (*outs, *pytree.tree_leaves(caches))]
 
@@ -125,7 +125,7 @@ def test_step_after_step_with_changing_lengths(emulator, orchestration, steps):
 def test_a_seed_replays(emulator):
     given = setup("bf16")
     program = schedule(given.step, orchestrations.attention_aside)
-    run = ascend(2).compile(program)
+    run = given.compiled(ascend(2), program)
     arguments = ascend(2).put(given.arguments(), copy=True)
     run(*arguments)
 

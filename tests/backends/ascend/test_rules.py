@@ -2,19 +2,20 @@
 
 import math
 
-import attrs
 import pytest
 import torch
 
-from mla_fx.backends import cpu, reference
-from mla_fx.effects import ops
-from mla_fx.payload import pack
+from mla_fx.backends import Run, cpu, reference
+from mla_fx.effects import Group, ops
 from tests.backends.ascend.conftest import close, on_device, over_ranks, random, with_gaps
+from tests.ops.conftest import Rules, fields
 
 pytestmark = pytest.mark.usefixtures("emulator")
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 sixteen_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 each_count = pytest.mark.parametrize("tokens", [0, 1, 3])
+#: Of caches with 12 rows; the last ones are more than that.
+SLOTS = [[3, -1, 0], [-1, -1, -1], [], [11, 7, 4], [*[-1] * 12, 5, -1, 3]]
 
 
 def exact(operand):
@@ -23,18 +24,27 @@ def exact(operand):
     return operand
 
 
-def right(op, *operands, **rank):
+def right(op, *operands, rank=0):
     """What the reference says; states are copied."""
     copies = [t.clone() if isinstance(t, torch.Tensor) else t for t in map(exact, operands)]
-    return reference.RULES[type(op)](*copies, **attrs.asdict(op), **rank)
+    return reference.TABLE.rules[type(op)](*copies, run=Run(rank), **fields(op))
 
 
-def verify(op, *operands, **rank):
-    got, want = on_device(op, *operands, **rank), right(op, *operands, **rank)
+def group(ranks):
+    return Group("dcp", ranks)
+
+
+def on_host(op, given):
+    """What every rank gets where all run on the CPU."""
+    return Rules(cpu.TABLE, given[0][0].dtype).group(op, given)
+
+
+def verify(op, *operands, rank=0):
+    got, want = on_device(op, *operands, rank=rank), right(op, *operands, rank=rank)
     for ours, exactly in zip(got, want, strict=True):
         assert ours.shape == exactly.shape
         close(ours, exactly)
-    for ours, exactly in zip(on_device(op, *operands, layout=with_gaps, **rank), want, strict=True):
+    for ours, exactly in zip(on_device(op, *operands, layout=with_gaps, rank=rank), want, strict=True):
         close(ours, exactly)
     return got
 
@@ -114,11 +124,10 @@ def test_rope(rng, dtype, tokens, heads):
 
 
 @each_dtype
-@pytest.mark.parametrize("slots", [[3, -1, 0], [-1, -1, -1], [], [11, 7, 4]], ids=str)
-def test_write_cache(rng, dtype, slots):
-    caches = [random(rng, 3, 4, size, dtype=dtype) for size in (16, 8)]
-    rows = [random(rng, len(slots), size, dtype=dtype) for size in (16, 8)]
-    verify(ops.WriteCache(), *caches, *rows, torch.tensor(slots, dtype=torch.int64))
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_write_rows(rng, dtype, slots):
+    cache, rows = random(rng, 3, 4, 16, dtype=dtype), random(rng, len(slots), 16, dtype=dtype)
+    verify(ops.WriteRows(), cache, rows, torch.tensor(slots, dtype=torch.int64))
 
 
 @each_dtype
@@ -140,7 +149,7 @@ def test_gate_logits_are_float32(rng, dtype, tokens):
 def test_embedding(rng, dtype, rank, tokens):
     """Ten words over three ranks of four: the last rank's table is padded, and no padding is given out."""
     table = random(rng, 4, 5, dtype=dtype)
-    verify(ops.Embedding(vocabulary=10, ranks=3), torch.tensor(tokens, dtype=torch.int64), table, rank=rank)
+    verify(ops.Embedding(10, group(3)), torch.tensor(tokens, dtype=torch.int64), table, rank=rank)
 
 
 @each_dtype
@@ -154,15 +163,15 @@ def test_take_rows(rng, dtype, rows):
 @pytest.mark.parametrize("features", [6, 5])
 def test_all_gather(rng, dtype, tokens, features):
     given = [(random(rng, tokens, 2, dtype=dtype),) for _ in range(3)]
-    want = cpu.RULES[ops.AllGather](given, features=features, ranks=3)
-    for ours, exactly in zip(over_ranks(ops.AllGather(features, 3), given), want, strict=True):
+    op = ops.AllGather(features, group(3))
+    for ours, exactly in zip(over_ranks(op, given), on_host(op, given), strict=True):
         assert torch.equal(ours[0], exactly[0])
 
 
 @each_dtype
 def test_local_heads(rng, dtype):
     for rank in range(3):
-        verify(ops.LocalHeads(3), random(rng, 2, 6, 5, dtype=dtype), rank=rank)
+        verify(ops.LocalHeads(group(3)), random(rng, 2, 6, 5, dtype=dtype), rank=rank)
 
 
 @each_dtype
@@ -170,8 +179,8 @@ def test_local_heads(rng, dtype):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gather_heads(rng, dtype, tokens, ranks):
     given = [tuple(random(rng, tokens, 2, size, dtype=dtype) for size in (8, 4)) for _ in range(ranks)]
-    want = cpu.RULES[ops.GatherHeads](given, ranks=ranks)
-    for ours, exactly in zip(over_ranks(ops.GatherHeads(ranks), given), want, strict=True):
+    op = ops.GatherHeads(group(ranks))
+    for ours, exactly in zip(over_ranks(op, given), on_host(op, given), strict=True):
         assert all(map(torch.equal, ours, exactly))
 
 
@@ -180,10 +189,10 @@ def test_gather_heads(rng, dtype, tokens, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_all_reduce(rng, dtype, tokens, ranks):
     given = [(random(rng, tokens, 4, dtype=dtype),) for _ in range(ranks)]
-    got = over_ranks(ops.AllReduce(), given)
-    want = reference.RULES[ops.AllReduce]([(x.double(),) for (x,) in given])
-    for (ours,), (exactly,) in zip(got, want, strict=True):
-        close(ours, exactly)
+    got = over_ranks(ops.AllReduce(group(ranks)), given)
+    want = torch.stack([x.double() for (x,) in given]).sum(0)
+    for (ours,) in got:
+        close(ours, want)
         assert torch.equal(ours, got[0][0])
 
 
@@ -191,32 +200,38 @@ BITS = {2: torch.int16, 4: torch.int32}
 NASTY = [65504.0, -7e4, 70000.25, 3e38, 1e-30, -1e-45, 0.0, -0.0, math.inf, -math.inf, math.nan, 128 - 2**-17]
 
 
+def same_bits(ours, exactly):
+    assert ours.dtype == exactly.dtype
+    assert torch.equal(ours.view(BITS[ours.dtype.itemsize]), exactly.view(BITS[ours.dtype.itemsize]))
+
+
 @each_dtype
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_to_all_bit_for_bit(rng, dtype, ranks):
-    """As the CPU packs it, whatever the bits of an LSE are: signalling NaN, subnormals, what no 16 bits hold."""
+    """Every rank gets its heads of all, whatever the bits of an LSE are: signalling NaN, subnormals, no 16 bits."""
     given = []
     for rank in range(ranks):
         lse = torch.tensor(NASTY, dtype=torch.float32).roll(rank).view(3, 4)
         lse.view(torch.int32)[0, rank % 4] = 0x7F800001 + rank
         given.append((random(rng, 3, 4, 8, dtype=dtype), lse))
-    want = cpu.RULES[ops.AllToAll](given, ranks=ranks)
-    for (ours,), (exactly,) in zip(over_ranks(ops.AllToAll(ranks), given), want, strict=True):
-        assert ours.dtype == dtype
-        assert torch.equal(ours.view(BITS[dtype.itemsize]), exactly.view(BITS[dtype.itemsize]))
+    own = 4 // ranks
+    for rank, got in enumerate(over_ranks(ops.AllToAll(group(ranks)), given)):
+        for k, ours in enumerate(got):
+            same_bits(ours, torch.stack([sent[k][:, rank * own : (rank + 1) * own] for sent in given]))
 
 
 @each_dtype
 @each_count
 def test_all_to_all_of_any_count(rng, dtype, tokens):
     given = [(random(rng, tokens, 4, 8, dtype=dtype), random(rng, tokens, 4, dtype=torch.float32)) for _ in range(2)]
-    want = cpu.RULES[ops.AllToAll](given, ranks=2)
-    for (ours,), (exactly,) in zip(over_ranks(ops.AllToAll(2), given), want, strict=True):
-        assert torch.equal(ours.view(BITS[dtype.itemsize]), exactly.view(BITS[dtype.itemsize]))
+    op = ops.AllToAll(group(2))
+    for got, want in zip(over_ranks(op, given), on_host(op, given), strict=True):
+        for ours, exactly in zip(got, want, strict=True):
+            same_bits(ours, exactly)
 
 
 class Parts:
-    """Partials of `ranks` ranks and a local one, as payload in a dtype and in float64."""
+    """Partials of `ranks` ranks and a local one."""
 
     def __init__(self, rng, ranks, tokens, heads, latent, dtype):
         self.out = random(rng, ranks, tokens, heads, latent, dtype=dtype)
@@ -225,14 +240,7 @@ class Parts:
         self.local_lse = random(rng, tokens, heads, dtype=torch.float32)
 
     def verify(self):
-        def payload(out, lse):
-            return torch.stack([pack(o, x, ranks=1)[0] for o, x in zip(out, lse, strict=True)])
-
-        (got,) = on_device(ops.Combine(), payload(self.out, self.lse), self.local, self.local_lse)
-        recv = payload(self.out.double(), self.lse.double())
-        (want,) = reference.RULES[ops.Combine](recv, self.local.double(), self.local_lse.double())
-        close(got, want)
-        return got
+        return verify(ops.Combine(), self.out, self.lse, self.local, self.local_lse)[0]
 
 
 @each_dtype

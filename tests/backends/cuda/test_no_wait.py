@@ -4,34 +4,28 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_fx.backends import cuda
-from mla_fx.backends.cuda import grouped_linear, rope_angles
+from mla_fx.backends import Device, cuda
+from mla_fx.backends.cuda import grouped_linear
 from mla_fx.backends.cuda.calls import product
 from mla_fx.effects import ops
 from mla_fx.effects.op import stem
-from tests.backends.bare import WaitError, Watch, ask, aval
+from tests.backends.bare import WaitError, Watch, ask
 from tests.backends.sizes import RANKS, TOKENS, Step, cases
+from tests.ops.conftest import aval
 
 each_op = pytest.mark.parametrize("op", ops.ALL, ids=stem)
 #: Ops whose rules call something that CUDA has and a CPU has not.
 OTHERWISE = (ops.Linear, ops.AbsorbQuery, ops.VUp, ops.GateLogits, ops.GroupedLinear)
 
 
-@pytest.fixture(autouse=True)
-def no_table_is_left():
-    """Of angles; a table without data would be taken for one with data."""
-    rope_angles.table.cache_clear()
-    yield
-    rope_angles.table.cache_clear()
-
-
 def verify(op, step):
     """Shapes, dtypes and strides of the results are those of the op, on tensors without data."""
     for case in cases(op, step):
+        device = Device("meta")
         if op is ops.RopeAngles:  # what is sent to the device once and for all, sent
-            rope_angles.table(case.op.frequencies, torch.device("meta"))
+            ask(cuda.TABLE.rules[op], case, ranks=step.ranks, device=device)
         with Watch() as watch:
-            results = ask(cuda.RULES[op], case, ranks=step.ranks)
+            results = ask(cuda.TABLE.rules[op], case, ranks=step.ranks, device=device)
         for of_rank in results:
             assert tuple(map(aval, of_rank)) == case.op.infer(*case.avals)
             assert all(result.is_contiguous() for result in of_rank)
@@ -66,7 +60,7 @@ def test_traces_with_fake_tensors(op):
     step = Step(4, 6)
     with FakeTensorMode():
         for case in cases(op, step):
-            for of_rank in ask(cuda.RULES[op], case, ranks=4, device="cpu"):
+            for of_rank in ask(cuda.TABLE.rules[op], case, ranks=4, device=Device("cpu")):
                 assert tuple(map(aval, of_rank)) == case.op.infer(*case.avals)
 
 

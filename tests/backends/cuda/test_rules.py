@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.backends import cuda, reference
-from mla_fx.backends.cuda import current_attention, grouped_linear, history_attention
+from mla_fx.backends import InProcess, Run, cuda, reference
+from mla_fx.backends.common import current_attention
+from mla_fx.backends.cuda import grouped_linear, history_attention
 from mla_fx.backends.cuda.calls import experts, product
-from mla_fx.backends.torch_streams import Scratch
 from mla_fx.effects import ops
 from tests.backends.cuda.conftest import why_not
-from tests.ops.conftest import TOLERANCE
+from tests.ops.conftest import TOLERANCE, fields
 
 sixteen_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 #: Rows of every expert, and rows behind them.
@@ -47,12 +47,15 @@ def close(got, want):
     torch.testing.assert_close(got.double(), want, rtol=relative, atol=absolute)
 
 
+def ask(op, *operands, table=cuda.TABLE):
+    return table.rules[type(op)](*operands, run=Run(), **fields(op))
+
+
 def verify(op, *operands, rows=None):
     """The rule against the reference in float64, in the first `rows` rows."""
-    scratch = {name: Scratch() for name in op.uses}
-    got = cuda.RULES[type(op)](*operands, **attrs.asdict(op), **scratch)
+    got = ask(op, *operands)
     exact = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in operands]
-    for ours, exactly in zip(got, reference.RULES[type(op)](*exact, **attrs.asdict(op)), strict=True):
+    for ours, exactly in zip(got, ask(op, *exact, table=reference.TABLE), strict=True):
         close(ours[:rows], exactly[:rows])
     return got
 
@@ -167,7 +170,7 @@ def test_integers_beyond_what_float32_counts(features):
     weight = torch.full((2, 4, features), -128, dtype=torch.int8)
     weight[1], weight[:, :, 0] = 127, 1
     ones = torch.ones(2, 4, dtype=torch.float64)
-    (got,) = cuda.RULES[ops.QuantGroupedLinear](rows, weight, ones, torch.tensor([1, 2]))
+    (got,) = ask(ops.QuantGroupedLinear(), rows, weight, ones, torch.tensor([1, 2]))
     assert got[:, 0].tolist() == [127 - 127 * 128 * (features - 1)] + [127 + 127 * 127 * (features - 1)] * 2
 
 
@@ -195,16 +198,17 @@ def test_sixteen_bits_are_rounded_once(dtype):
     features = torch.tensor([1.0, *[small] * 8]).to(dtype)
     ones = torch.ones(2, 9, dtype=dtype)
     want = [1 + step] * 2
-    rules = cuda.RULES
-    assert rules[ops.Linear](ones, features.view(1, 9))[0].flatten().tolist() == want
-    assert rules[ops.VUp](ones.view(2, 1, 9), features.view(1, 9, 1))[0].flatten().tolist() == want
-    assert rules[ops.AbsorbQuery](ones, features.view(1, 9, 1), rope=0)[0].flatten().tolist() == want
-    grouped = rules[ops.GroupedLinear](ones, features.view(1, 1, 9), torch.tensor([2]))
-    assert grouped[0].flatten().tolist() == want
-    parts = [(features[k].view(1, 1),) for k in range(9)]
-    assert [total.item() for (total,) in rules[ops.AllReduce](parts)] == [1 + step] * 9
+    for op, *operands in (
+        (ops.Linear(), ones, features.view(1, 9)),
+        (ops.VUp(), ones.view(2, 1, 9), features.view(1, 9, 1)),
+        (ops.AbsorbQuery(rope=0), ones, features.view(1, 9, 1)),
+        (ops.GroupedLinear(), ones, features.view(1, 1, 9), torch.tensor([2])),
+    ):
+        assert ask(op, *operands)[0].flatten().tolist() == want
+    parts = [features[k].view(1, 1) for k in range(9)]
+    assert [total.item() for total in InProcess(9).move("all_reduce", parts)] == [1 + step] * 9
     source, weights = torch.arange(9, dtype=torch.int32).view(1, 9), torch.ones(1, 9)
-    assert rules[ops.UnpermuteTokens](features.view(9, 1), source, weights)[0].item() == 1 + step
+    assert ask(ops.UnpermuteTokens(), features.view(9, 1), source, weights)[0].item() == 1 + step
 
 
 @pytest.mark.parametrize("tile", [1, 4, 8])
@@ -221,7 +225,7 @@ def test_history_in_tiles(monkeypatch, rng, tile, dtype):
 
 @pytest.mark.parametrize("tokens", [1, 3, 4])
 def test_current_part_in_chunks(monkeypatch, rng, tokens):
-    monkeypatch.setattr(current_attention, "TOKENS", tokens)
+    monkeypatch.setattr(current_attention, "HOST_TOKENS", tokens)
     queries = [random(rng, 12, 2, size, dtype=torch.float32) for size in (6, 4)]
     keys = [random(rng, 12, size, dtype=torch.float32) for size in (6, 4)]
     verify(ops.CurrentAttention(0.3), *queries, *keys, (1, 1, 1, 2, 2, 2, 0, 2))
@@ -230,17 +234,15 @@ def test_current_part_in_chunks(monkeypatch, rng, tokens):
 @pytest.mark.parametrize("slots", [[-1, -1], [-1, 0, -1], [3, -1, 11, 0], [-1, 11], [0]], ids=str)
 def test_tokens_without_a_slot_change_nothing(rng, slots):
     """Poison in their rows goes nowhere; a cache that nobody writes keeps its bits."""
-    caches = [random(rng, 3, 4, size, dtype=torch.float32) for size in (5, 2)]
-    rows = [random(rng, len(slots), size, dtype=torch.float32) for size in (5, 2)]
-    want = [cache.clone().flatten(0, 1) for cache in caches]
-    for cache, values in zip(want, rows, strict=True):
-        for slot, value in zip(slots, values, strict=True):
-            if slot < 0:
-                value[:] = math.nan
-            else:
-                cache[slot] = value
-    cuda.RULES[ops.WriteCache](*caches, *rows, torch.tensor(slots))
-    assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(caches, want, strict=True))
+    cache, rows = random(rng, 3, 4, 5, dtype=torch.float32), random(rng, len(slots), 5, dtype=torch.float32)
+    want = cache.clone().flatten(0, 1)
+    for slot, value in zip(slots, rows, strict=True):
+        if slot < 0:
+            value[:] = math.nan
+        else:
+            want[slot] = value
+    ask(ops.WriteRows(), cache, rows, torch.tensor(slots))
+    assert torch.equal(cache.flatten(0, 1), want)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -249,8 +251,8 @@ def test_experts_on_a_gpu(rng, dtype):
     """By tiles or by the grouped product, whichever this GPU has; sums of 2048 in float32."""
     rows, weight = random(rng, 50, 2048, dtype=dtype) / 45, random(rng, 4, 64, 2048, dtype=dtype)
     counts = torch.tensor([17, 0, 3, 25])
-    (got,) = cuda.RULES[ops.GroupedLinear](rows.cuda(), weight.cuda(), counts.cuda())
-    (want,) = reference.RULES[ops.GroupedLinear](rows.double(), weight.double(), counts)
+    (got,) = ask(ops.GroupedLinear(), rows.cuda(), weight.cuda(), counts.cuda())
+    (want,) = ask(ops.GroupedLinear(), rows.double(), weight.double(), counts, table=reference.TABLE)
     close(got[:45].cpu(), want[:45])
 
 
@@ -261,6 +263,6 @@ def test_equal_logits_give_equal_scores_on_a_gpu(rng, count, scoring):
     op = ops.GatingTopK(top_k=count, scoring=scoring)
     for logit in rng.standard_normal(20):
         logits = torch.full((3, count), float(logit), device="cuda")
-        weights, chosen = cuda.RULES[ops.GatingTopK](logits, torch.zeros(count, device="cuda"), **attrs.asdict(op))
+        weights, chosen = ask(op, logits, torch.zeros(count, device="cuda"))
         assert chosen.tolist() == [list(range(count))] * 3
         assert torch.equal(weights, weights[:1, :1].expand(3, count))

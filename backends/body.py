@@ -1,0 +1,421 @@
+"""The body of an executable: a program as rows, run by one loop.
+
+A row is a function, where in the list of values its operands lie, and where its
+results go.  Every value of every rank has a place of its own; a drop empties
+it.  Effects that a device without streams has no use for have no row.
+
+All ranks that this process runs share the device's streams: a launch is a row
+for each rank, one after the other on the stream it names; a collective is one
+row for all; records, waits and the staging are issued once.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter, length_hint
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, assert_never
+
+import attrs
+from attrs import define, field, frozen
+
+from mla_fx.backends.contract import check_results
+from mla_fx.backends.device import Run
+from mla_fx.backends.prepared import Prepared
+from mla_fx.backends.staging import Staging
+from mla_fx.backends.table import Collective, Form, Rule
+from mla_fx.effects import MAIN, Aval, Drop, Input, Keep, Launch, Op, Program, Record, Stage, Wait
+from mla_fx.effects.passes import definition
+
+if TYPE_CHECKING:
+    from mla_fx.backends.backend import Backend
+
+#: A function, what it takes out of the list of values, where its results go, and the places to empty behind it.
+Row = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], slice, tuple[int, ...]]
+
+
+class RunError(RuntimeError):
+    """A rule failed in the middle of a step: says which launch, where it was written, on which rank and stream.
+
+    States may have been written by then.
+    """
+
+    def __init__(self, launch: Launch, rank: int | None, error: BaseException) -> None:
+        self.launch, self.rank, self.error = launch, rank, error
+        of = "all ranks" if rank is None else f"rank {rank}"
+        tag = f"{launch.tag}: " if launch.tag else ""
+        super().__init__(f"{tag}'{launch}' on stream {launch.stream}, {of}: {type(error).__name__}: {error}")
+
+    def __reduce__(self) -> Any:
+        return RunError, (self.launch, self.rank, self.error)
+
+
+def rule_of(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rule:
+    """The rule of a local op with its parameters, for one rank; of an op without one, its definition's rules."""
+    rule = backend.table.rules.get(type(op))
+    if rule is None:
+        return _by_definition(backend, op, avals, rank)
+    assert not isinstance(rule, Collective)
+    return bound(rule, run=Run(rank, backend.device), **parameters(op))
+
+
+def bound(rule: Rule, **given: Any) -> Rule:
+    """A rule with its keywords given.
+
+    Of a plain function, a copy that has them as defaults: a call of it costs a third of what `partial` makes of one,
+    and there are thousands of them in a step.
+    """
+    if isinstance(rule, FunctionType):
+        code = rule.__code__
+        named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+        if set(given) <= set(named):
+            made = FunctionType(code, rule.__globals__, rule.__name__, rule.__defaults__, rule.__closure__)
+            made.__kwdefaults__ = {**(rule.__kwdefaults__ or {}), **given}
+            return made
+    return partial(rule, **given)
+
+
+def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rule:
+    """The parts of an op, one after the other on the stream of the whole."""
+    step = definition(op, avals)
+    found = step.avals()
+    place = {put.name: k for k, put in enumerate(step.inputs)}
+    rows: list[Row] = []
+    for part in step.equations:
+        rule = rule_of(backend, part.op, [found[name] for name in part.operands], rank)
+        forms = {k: form for k in range(len(part.operands)) if (form := backend.form(part.op, k))}
+        take = _take([place[name] for name in part.operands])
+        rows.append((formed(rule, forms), take, slice(len(place), len(place) + len(part.results)), ()))
+        place.update({name: len(place) + k for k, name in enumerate(part.results)})
+    outputs = _take([place[name] for name in step.outputs])
+
+    def whole(*operands: Any) -> Sequence[Any]:
+        values = [*operands, *[None] * (len(place) - len(operands))]
+        for function, take, put, _ in rows:
+            values[put] = function(*take(values))
+        return tuple(outputs(values))
+
+    return whole
+
+
+def collective_of(backend: "Backend", op: Op) -> Callable[..., list[Any]]:
+    """An op that communicates as a function of every rank's operands, to every rank's results, both flat."""
+    rule, how, count = backend.table.rules[type(op)], op.communicates, len(op.operands)
+    assert isinstance(rule, Collective) and how is not None
+    move, given = backend.world.move, parameters(op)
+    halves = [
+        (bound(rule.send, run=run, **given), bound(rule.receive, run=run, **given))
+        for run in (Run(rank, backend.device) for rank in backend.here)
+    ]
+    if len(halves) == 1:
+        ((send, receive),) = halves
+        return lambda *mine: receive(*move(how, (send(*mine),)), *mine)
+
+    def together(*flat: Any) -> list[Any]:
+        operands = [flat[at : at + count] for at in range(0, len(flat), count)]
+        sent = [send(*mine) for (send, _), mine in zip(halves, operands, strict=True)]
+        results: list[Any] = []
+        for moved, mine, (_, receive) in zip(move(how, sent), operands, halves, strict=True):
+            results += receive(moved, *mine)
+        return results
+
+    return together
+
+
+def parameters(op: Op) -> dict[str, Any]:
+    """The fields of an op, as its rules get them."""
+    return {one.name: getattr(op, one.name) for one in attrs.fields(type(op))}
+
+
+def formed(rule: Rule, forms: Mapping[int, Form]) -> Rule:
+    """A rule whose operands at these positions are brought into a form first."""
+
+    def with_forms(*operands: Any) -> Any:
+        return rule(*(forms[k](x) if k in forms else x for k, x in enumerate(operands)))
+
+    return with_forms if forms else rule
+
+
+@frozen(eq=False)
+class Body:
+    """Rows, with what each is of, for errors; `tail` are the values behind the inputs: parameters, then room."""
+
+    rows: tuple[Row, ...]
+    of: tuple[tuple[Launch | None, int | None], ...]
+    tail: tuple[Any, ...]
+    outputs: Callable[[list[Any]], Sequence[Any]]
+    backend: "Backend"
+    others: tuple[Any, ...]  # streams beside main
+    avals: Mapping[str, Aval]
+    proven: list[bool] = field(factory=lambda: [False])  # whether a run has shown what the rules give
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        """From the leaves of the inputs to those of the outputs, output after output and rank after rank."""
+        if not self.backend.device.has_streams:
+            return self._issue(values)
+        device = self.backend.device
+        caller = device.enter(self.others)
+        try:
+            return self._issue(values)
+        except BaseException:
+            device.module.synchronize()  # nothing that was issued outlives the tensors it reads
+            raise
+        finally:
+            device.leave(caller)
+
+    def _issue(self, values: list[Any]) -> Sequence[Any]:
+        values += self.tail
+        rows = iter(self.rows)
+        try:
+            if self.proven[0]:
+                for function, take, put, empty in rows:
+                    values[put] = function(*take(values))
+                    for place in empty:
+                        values[place] = None
+            else:
+                for number, (function, take, put, empty) in enumerate(rows):
+                    values[put] = self._held(number, function, take(values))
+                    for place in empty:
+                        values[place] = None
+                self.proven[0] = True
+        except Exception as error:
+            launch, rank = self.of[len(self.rows) - 1 - length_hint(rows)]
+            if launch is None:
+                raise
+            raise RunError(launch, rank, error) from error
+        return self.outputs(values)
+
+    def _held(self, number: int, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of a row, held against the contract of a rule."""
+        results = function(*operands)
+        self._hold(number, operands, results)
+        return results
+
+    def _hold(self, number: int, operands: Sequence[Any], results: Any) -> None:
+        """Hold results against the contract of a rule, rank by rank."""
+        launch, rank = self.of[number]
+        if launch is None:
+            return
+        avals = [self.avals[name] for name in launch.results]
+        if rank is not None:
+            return check_results(launch, operands, results, avals)
+        count, give = len(launch.operands), len(avals)
+        for k in range(len(operands) // count):
+            check_results(launch, operands[k * count : (k + 1) * count], results[k * give : (k + 1) * give], avals)
+        return None
+
+
+@define(eq=False)
+class Writer:
+    """Writes the rows of a program, effect by effect."""
+
+    program: Program
+    backend: "Backend"
+    prepared: Prepared | None
+    rows: list[Row] = field(factory=list)
+    of: list[tuple[Launch | None, int | None]] = field(factory=list)
+    place: dict[tuple[str, int], int] = field(factory=dict)  # value and rank -> where it is in the list
+    tail: list[Any] = field(factory=list)
+    loaded: int = 0
+    current: str = MAIN  # the stream that the rows so far have made current
+    by_form: dict[tuple[str, Form], list[int]] = field(factory=dict)
+    # A step of a deep model is thousands of rows: what is equal in them is one object, and places are used again, or
+    # the processor would wait for memory at every row.
+    rules: dict[Any, Rule] = field(factory=dict)
+    takes: dict[tuple[int, ...], Callable[[list[Any]], Sequence[Any]]] = field(factory=dict)
+    numbers: dict[int, int] = field(factory=dict)
+    puts: dict[tuple[int, int], slice] = field(factory=dict)
+    free: dict[int, list[int]] = field(factory=lambda: defaultdict(list))  # size -> where such room has been emptied
+    held: dict[int, list[int]] = field(factory=dict)  # place -> start, size and full places of its room
+    avals: Mapping[str, Aval] = field(init=False)
+    parameters: Mapping[str, Input] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.avals = self.program.avals()
+        self.parameters = {put.name: put for put in self.program.inputs if put.role == "parameter"}
+
+    def write(self) -> Body:
+        """The body."""
+        ranks, device = self.backend.here, self.backend.device
+        for put in self.program.inputs:
+            for rank in ranks if put.role != "parameter" else ():
+                self.place[put.name, rank] = self.loaded
+                self.loaded += 1
+        for put in self.parameters.values():
+            assert self.prepared is not None
+            for rank, leaf in zip(ranks, self.prepared.of(put), strict=True):
+                self.place[put.name, rank] = self.room(leaf)
+        given = dict(self.place)  # an output that is an input is that input, staged or not
+        for effect in self.program.effects:
+            self.effect(effect)
+        found = {**self.place, **given}
+        taken = [found[name, rank] for name in self.program.outputs for rank in ranks]
+        others = tuple(device.stream(name) for name in self.program.streams[1:]) if device.has_streams else ()
+        if device.has_streams:
+            device.module.synchronize()  # what parameters became in their forms may be read on any stream from here on
+        rows, of, tail = tuple(self.rows), tuple(self.of), tuple(self.tail)
+        return Body(rows, of, tail, _take(taken), self.backend, others, self.avals)
+
+    def room(self, *leaves: Any) -> int:
+        """Place behind all others, for values that are there or to come."""
+        self.tail += leaves
+        return self.loaded + len(self.tail) - len(leaves)
+
+    def number(self, place: int) -> int:
+        """A place, as one object however often it is named."""
+        return self.numbers.setdefault(place, place)
+
+    def results(self, count: int) -> list[int]:
+        """Places side by side for the results of a row."""
+        at = self.free[count].pop() if self.free[count] else self.room(*[None] * count)
+        places = [self.number(at + k) for k in range(count)]
+        room = [at, count, count]
+        self.held.update((place, room) for place in places)
+        return places
+
+    def row(
+        self,
+        function: Callable[..., Sequence[Any]],
+        take: Sequence[int],
+        put: Sequence[int] = (),
+        launch: Launch | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """A row, of a launch or of none."""
+        taken = tuple(take)
+        if taken not in self.takes:
+            self.takes[taken] = _take(taken)
+        span = (put[0], put[-1] + 1) if put else (0, 0)
+        self.rows.append((function, self.takes[taken], self.puts.setdefault(span, slice(*span)), ()))
+        self.of.append((launch, rank))
+
+    def effect(self, effect: Launch | Stage | Record | Wait | Keep | Drop) -> None:
+        """The rows of an effect."""
+        device = self.backend.device
+        match effect:
+            case Launch():
+                self.enter(effect.stream)
+                if effect.op.communicates:
+                    self.collective(effect)
+                else:
+                    self.local(effect)
+            case Drop():
+                self.drop(effect)
+            case _ if not device.has_streams:
+                pass  # one thread runs in issue order, which is a legal order: nothing to wait for
+            case Stage():
+                self.stage(effect)
+            case Record():
+                self.call(device.event(effect.event).record, effect.stream)
+            case Wait():
+                event = device.event(effect.event)
+                self.call(lambda stream: stream.wait_event(event), effect.stream)
+            case Keep():
+                for rank in self.backend.here:
+                    self.call(
+                        lambda value, stream: value.record_stream(stream),
+                        effect.stream,
+                        self.place[effect.value, rank],
+                    )
+            case _:
+                assert_never(effect)
+
+    def local(self, launch: Launch) -> None:
+        """A row for each rank."""
+        count = len(launch.results)
+        avals = [self.avals[name] for name in launch.operands]
+        for rank in self.backend.here:
+            take, forms = [], {}
+            for position, name in enumerate(launch.operands):
+                place, form = self.operand(launch, position, name, rank)
+                take.append(place)
+                if form is not None:
+                    forms[position] = form
+            places = self.results(count)
+            self.row(self.rule(launch.op, avals, rank, forms), take, places, launch, rank)
+            self.place.update({(name, rank): at for name, at in zip(launch.results, places, strict=True)})
+
+    def rule(self, op: Op, avals: Sequence[Aval], rank: int, forms: Mapping[int, Form]) -> Rule:
+        """The rule of a local op on one rank, the same for all launches that are alike."""
+        key = (op, tuple(avals), rank, tuple(forms.items()))
+        if key not in self.rules:
+            self.rules[key] = formed(rule_of(self.backend, op, avals, rank), forms)
+        return self.rules[key]
+
+    def operand(self, launch: Launch, position: int, name: str, rank: int) -> tuple[int, Form | None]:
+        """Where an operand lies, and the form it must still be brought into: a parameter has been already."""
+        form = self.backend.form(launch.op, position)
+        put = self.parameters.get(name)
+        if form is None or put is None:
+            return self.place[name, rank], form
+        assert self.prepared is not None
+        if (name, form) not in self.by_form:
+            self.by_form[name, form] = [self.room(leaf) for leaf in self.prepared.of(put, form)]
+        return self.by_form[name, form][self.backend.here.index(rank)], None
+
+    def drop(self, drop: Drop) -> None:
+        """Empty a value's places behind the row before."""
+        if not self.rows:
+            self.row(lambda: (), ())
+        places = [self.place[drop.value, rank] for rank in self.backend.here]
+        function, take, put, empty = self.rows[-1]
+        self.rows[-1] = (function, take, put, (*empty, *places))
+        for room in (self.held.pop(place) for place in places if place in self.held):
+            at, count, _ = room
+            room[2] -= 1
+            if not room[2]:
+                self.free[count].append(at)
+
+    def collective(self, launch: Launch) -> None:
+        """One row for all ranks here."""
+        ranks, count = self.backend.here, len(launch.results)
+        take = [self.place[name, rank] for rank in ranks for name in launch.operands]
+        places = self.results(count * len(ranks))
+        if launch.op not in self.rules:
+            self.rules[launch.op] = collective_of(self.backend, launch.op)
+        self.row(self.rules[launch.op], take, places, launch, None if len(ranks) > 1 else ranks[0])
+        results = ((name, rank) for rank in ranks for name in launch.results)
+        self.place.update(dict(zip(results, places, strict=True)))
+
+    # --- on a device with streams ------------------------------------------------
+
+    def call(self, function: Callable[..., Any], stream: str, *take: int) -> None:
+        """A row that calls something of the device with values and a stream; main is whichever is the caller's."""
+        device = self.backend.device
+        if stream == MAIN:
+            self.row(lambda *values: function(*values, device.caller) or (), take)
+        else:
+            handle = device.stream(stream)
+            self.row(lambda *values: function(*values, handle) or (), take)
+
+    def enter(self, stream: str) -> None:
+        """Make a stream current, where another one was."""
+        if self.backend.device.has_streams and stream != self.current:
+            self.call(self.backend.device.module.set_stream, stream)
+            self.current = stream
+
+    def stage(self, stage: Stage) -> None:
+        """Values go where the buffers of the executable are: their places hold what is on the device from there on."""
+        ranks = self.backend.here
+        self.enter(MAIN)
+        staging = Staging.of([self.avals[name] for name in stage.values for _ in ranks], self.backend.device)
+        staged = [(name, rank) for name in stage.values for rank in ranks]
+        places = self.results(len(staged))
+        self.row(staging.send, [self.place[one] for one in staged], places)
+        self.place.update(dict(zip(staged, places, strict=True)))
+
+
+def _take(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What picks values out of a list, in C where there are any."""
+    match list(places):
+        case []:
+            return lambda values: ()
+        case [one]:
+            return itemgetter(slice(one, one + 1))
+    taken: Callable[[list[Any]], Sequence[Any]] = itemgetter(*places)
+    return taken
+
+
+def body_of(program: Program, backend: "Backend", prepared: Prepared | None) -> Body:
+    """The rows of a program; raises `InputError` where the device has no stream left for it."""
+    return Writer(program, backend, prepared).write()

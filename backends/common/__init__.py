@@ -1,0 +1,71 @@
+"""Rules that several backends share: plain torch that runs on any device and waits for none, and all collectives.
+
+Native dtypes, accumulation in float32 (float64 beside float64), rounded once.
+A backend's table starts from this one and says what it does its own way.
+"""
+
+if __name__ != "mla_fx.backends.common":  # reached as a top-level name from the checkout
+    raise ImportError(f"import this package as 'mla_fx.backends.common', not {__name__!r}")
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from mla_fx.backends.common import (
+    add,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    current_attention,
+    embedding,
+    gate_logits,
+    gather_heads,
+    gating_top_k,
+    linear,
+    local_heads,
+    rms_norm,
+    rope,
+    rope_angles,
+    swiglu,
+    take_rows,
+)
+from mla_fx.backends.table import Collective, Form, Rule
+from mla_fx.effects import Op, ops
+
+#: The rules of collectives, the same on every backend.
+COLLECTIVES: Final[Mapping[type[Op], Collective]] = MappingProxyType(
+    {
+        ops.AllGather: Collective(all_gather.send, all_gather.receive),
+        ops.AllReduce: Collective(all_reduce.send, all_reduce.receive),
+        ops.AllToAll: Collective(all_to_all.send, all_to_all.receive),
+        ops.GatherHeads: Collective(gather_heads.send, gather_heads.receive),
+    }
+)
+#: Rules that are the formula in any dtype, float64 too: the reference has them as they are.
+EXACT: Final[Mapping[type[Op], Rule | Collective]] = MappingProxyType(
+    {
+        **COLLECTIVES,
+        ops.Add: add.rule,
+        ops.LocalHeads: local_heads.rule,
+        ops.TakeRows: take_rows.rule,
+    }
+)
+#: All rules that are shared.
+RULES: Final[Mapping[type[Op], Rule | Collective]] = MappingProxyType(
+    {
+        **EXACT,
+        ops.CurrentAttention: current_attention.rule,
+        ops.Embedding: embedding.rule,
+        ops.GateLogits: gate_logits.rule,
+        ops.GatingTopK: gating_top_k.rule,
+        ops.Linear: linear.rule,
+        ops.RmsNorm: rms_norm.rule,
+        ops.Rope: rope.rule,
+        ops.RopeAngles: rope_angles.rule,
+        ops.Swiglu: swiglu.rule,
+    }
+)
+#: The forms that shared rules want operands in.
+FORMS: Final[Mapping[type[Op], Mapping[str, Form]]] = MappingProxyType(
+    {ops.GateLogits: MappingProxyType({"weight": gate_logits.widened})}
+)

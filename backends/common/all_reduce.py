@@ -1,0 +1,16 @@
+"""Both halves of `ops.AllReduce`: the transport adds."""
+
+import torch
+
+from mla_fx.backends.device import Run
+from mla_fx.effects import Group
+
+
+def send(x: torch.Tensor, *, run: Run, group: Group) -> torch.Tensor:
+    """What this rank adds."""
+    return x.contiguous()
+
+
+def receive(total: torch.Tensor, x: torch.Tensor, *, run: Run, group: Group) -> tuple[torch.Tensor]:
+    """The sum over all ranks."""
+    return (total,)

@@ -1,0 +1,37 @@
+"""The contract of a rule, held against what it gives: looked at in the first run of an executable, and on the hostile machine.
+
+A result that lies in an operand's memory would be right as long as nothing
+reuses that memory: on a device that queues, that is by luck.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mla_fx.dtypes import DTYPES
+from mla_fx.effects import Aval, Launch
+
+
+class ContractError(TypeError):
+    """A rule gave what no rule may give: names the result, what it must be, and what it was."""
+
+
+def check_results(launch: Launch, operands: Sequence[Any], results: Any, avals: Sequence[Aval]) -> None:
+    """Raise `ContractError` unless the results of a launch on one rank are those of a rule; `avals` are theirs."""
+    if not isinstance(results, tuple | list) or len(results) != len(avals):
+        got = len(results) if isinstance(results, tuple | list) else type(results).__name__
+        raise ContractError(f"a rule must give its {len(avals)} results as a tuple: got {got}")
+    versions = {result: operands[position] for position, result in launch.op.written().items()}
+    held = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, torch.Tensor) and x.numel()}
+    for k, (name, result, aval) in enumerate(zip(launch.op.results, results, avals, strict=True)):
+        if not isinstance(result, torch.Tensor) or result.dtype != DTYPES[aval.dtype] or result.shape != aval.shape:
+            got = f"{result.dtype}{list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+            raise ContractError(f"{name}: must be {aval}: got {got}")
+        if k in versions:
+            if result is not versions[k]:
+                raise ContractError(f"{name}: is the next version of a state and must be it: got another tensor")
+        elif result.numel() and result.untyped_storage().data_ptr() in held:
+            raise ContractError(f"{name}: must have memory of its own: got a view of an operand")
+        elif not result.is_contiguous():
+            raise ContractError(f"{name}: must be contiguous: got strides {result.stride()}")

@@ -1,9 +1,0 @@
-"""CPU rule of `ops.Linear`."""
-
-import torch
-from torch.nn import functional
-
-
-def rule(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
-    """`x` [T, D] times `weight` [F, D] transposed; the library accumulates 16-bit products in float32."""
-    return (functional.linear(x, weight),)

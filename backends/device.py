@@ -1,0 +1,170 @@
+"""A device of this process, owned once: streams, events, workspaces and constants by name, lent to all programs.
+
+Streams are handles from a small pool of the device module's, so there is one
+set for all: a program's main is the stream that is current when it is called,
+its other streams are the device's of that name, whatever the program, and the
+same for all ranks that this process runs.  Events are by name too: a program
+records an event before it waits for it, and the host issues one program after
+the other, which is why one thread at a time may be in here.
+
+The host is a device without streams: one thread runs in issue order, which is
+a legal order.
+"""
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, Final
+
+import torch
+from attrs import define, field, frozen
+
+from mla_fx.effects import MAIN, InputError
+
+
+@define(eq=False)
+class Scratch:
+    """Memory that the operators of one rank share, each only while it runs; programs keep them in order.
+
+    It grows to what the largest of them asks for.  What it outgrew is kept,
+    since an operator that is still running may be using it.
+    """
+
+    held: list[torch.Tensor] = field(factory=list)
+    known: set[Hashable] = field(factory=set)
+
+    def room(self, need: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Memory for an operator; `make` allocates what it needs at most, asked once for every `need`."""
+        if need not in self.known:
+            self.known.add(need)
+            made = make()
+            if not self.held or made.nbytes > self.held[-1].nbytes:
+                self.held.append(made)
+        return self.held[-1]
+
+
+@define(eq=False)
+class Device:
+    """`kind` is the type of torch device that tensors are on, as in "npu".
+
+    `module` is the device's: `torch.npu`, or any that has the same streams and events; None for one without.
+    """
+
+    kind: str
+    module: Any = field(default=None, repr=False)
+    streams: dict[str, Any] = field(factory=dict, repr=False)
+    events: dict[str, Any] = field(factory=dict, repr=False)
+    scratch: dict[tuple[int, str], Scratch] = field(factory=dict, repr=False)
+    constants: dict[Hashable, torch.Tensor] = field(factory=dict, repr=False)
+    issuing: Any = field(factory=threading.Lock, repr=False)
+    caller: Any = field(default=None, init=False, repr=False)  # the stream that the last program had as its main
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether work is queued, so that order and lifetimes are for a program to say."""
+        return self.module is not None
+
+    def stream(self, name: str) -> Any:
+        """The stream of this name; main is whichever is current."""
+        if name == MAIN:
+            return self.module.current_stream()
+        if name not in self.streams:
+            made = self.module.Stream()
+            for other, stream in self.streams.items():
+                if _handle(made) == _handle(stream):
+                    raise InputError(
+                        f"streams: {name} must have a stream of the device of its own: got the one of {other}; the "
+                        f"device's pool goes round, and {len(self.streams)} of it are taken, so use fewer names"
+                    )
+            self.streams[name] = made
+        return self.streams[name]
+
+    def event(self, name: str) -> Any:
+        """The event of this name."""
+        if name not in self.events:
+            self.events[name] = self.module.Event()
+        return self.events[name]
+
+    def constant(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A tensor that never changes, made on the host by `make` when it is first asked for, and copied here.
+
+        The copy blocks, so that any stream may read it from then on.
+        """
+        if key not in self.constants:
+            self.constants[key] = make().to(self.kind)
+        return self.constants[key]
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """Bytes on the host that the device can fetch by itself."""
+        made = torch.empty(size, dtype=torch.uint8)
+        return made if self.kind == "cpu" else made.pin_memory()
+
+    def enter(self, others: tuple[Any, ...]) -> Any:
+        """Start issuing a program whose streams beside main are `others`; returns the caller's stream, its main.
+
+        Raises `InputError` where another thread is issuing, or where the caller's stream is one of `others`.
+        """
+        if not self.issuing.acquire(blocking=False):
+            raise InputError(f"a program on {self.kind} must be called by one thread at a time: got a second one")
+        try:
+            caller = self.module.current_stream()
+            if _handle(caller) in map(_handle, others):
+                raise InputError(
+                    "the caller's stream must not be a stream of the program beside main: got one that is; the "
+                    "device's pool has given one stream out twice, so call from another"
+                )
+            if self.caller is None:
+                self.caller = caller
+            elif _handle(caller) != _handle(self.caller):
+                # The order between programs is that of main; one that comes on another stream is behind the last.
+                caller.wait_stream(self.caller)
+                self.caller = caller
+        except BaseException:
+            self.issuing.release()
+            raise
+        return caller
+
+    def leave(self, caller: Any) -> None:
+        """The program has been issued; the caller's stream is current again."""
+        self.module.set_stream(caller)
+        self.issuing.release()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a device belongs to its process and cannot be pickled or copied: got {self.kind}")
+
+
+def _handle(stream: Any) -> Any:
+    """What tells two streams of the device apart."""
+    for name in ("npu_stream", "cuda_stream", "stream_id"):
+        if hasattr(stream, name):
+            return getattr(stream, name)
+    return id(stream)
+
+
+_OWNED: Final[dict[str, Device]] = {}
+
+
+def device(kind: str) -> Device:
+    """The device of this kind that the process has."""
+    if kind not in _OWNED:
+        _OWNED[kind] = Device(kind, None if kind == "cpu" else torch.get_device_module(kind))
+    return _OWNED[kind]
+
+
+#: The host.
+HOST: Final = device("cpu")
+
+
+@frozen(eq=False)
+class Run:
+    """Where a rule runs: its rank in the group of the op, and what the device holds for it."""
+
+    rank: int = 0
+    device: Device = HOST
+
+    def scratch(self, name: str) -> Scratch:
+        """The workspace of this rank that an op `uses`."""
+        return self.device.scratch.setdefault((self.rank, name), Scratch())
+
+    def constant(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A tensor that never changes: see `Device.constant`."""
+        return self.device.constant(key, make)

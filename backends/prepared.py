@@ -1,0 +1,93 @@
+"""Parameters, prepared once: checked, placed on the device, and brought into the form that the backend's rules want."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from mla_fx.backends.inputs import Leaves, refuse
+from mla_fx.backends.table import Form
+from mla_fx.dtypes import DTYPES
+from mla_fx.effects import Aval, Input, InputError
+from mla_fx.effects.aval import FLOATS
+
+
+@frozen(eq=False)
+class Prepared:
+    """Every rank's parameters on a device, by the name of their input; many programs can be compiled with them.
+
+    A program never writes a parameter.  Who changes one in place afterwards changes it for all programs, but not the
+    forms that were made of it.
+    """
+
+    ranks: range
+    device: str
+    inputs: Mapping[str, Input] = field(repr=False)
+    leaves: Mapping[str, tuple[torch.Tensor, ...]] = field(repr=False)
+    _forms: dict[tuple[str, Form], tuple[torch.Tensor, ...]] = field(factory=dict, repr=False)
+
+    def of(self, put: Input, form: Form | None = None) -> tuple[torch.Tensor, ...]:
+        """Every rank's tensor of an input, in the form asked for; each form is made once."""
+        mine = self.inputs.get(put.name)
+        if mine is None or mine.aval != put.aval:
+            got = "none of this name" if mine is None else str(mine.aval)
+            raise InputError(f"{put.name}: the parameter prepared must be {put.aval}: got {got}")
+        if form is None:
+            return self.leaves[put.name]
+        if (put.name, form) not in self._forms:
+            with torch.no_grad():
+                self._forms[put.name, form] = tuple(form(leaf) for leaf in self.leaves[put.name])
+        return self._forms[put.name, form]
+
+
+def prepare(
+    inputs: Iterable[Input], arguments: Sequence[Any], *, ranks: range, device: str, dtype: str | None
+) -> Prepared:
+    """Check and place the leaves of parameters; `dtype` replaces the floating ones.  Raises `InputError`."""
+    wanted = tuple(put for put in inputs if put.role == "parameter")
+    found = iter(Leaves(wanted, ranks)(arguments))
+    kept: dict[str, tuple[torch.Tensor, ...]] = {}
+    named: dict[str, Input] = {}
+    for put in wanted:
+        leaves = tuple(next(found) for _ in ranks)
+        for rank, leaf in zip(ranks, leaves, strict=True):
+            _check(put, f"{put.name} of rank {rank}", leaf, any_float=dtype is not None)
+        kind = DTYPES[dtype] if dtype and put.aval.dtype in FLOATS else DTYPES[put.aval.dtype]
+        moved = {id(leaf): leaf.detach().to(device, kind) for leaf in leaves}  # ranks may share one
+        kept[put.name] = tuple(moved[id(leaf)] for leaf in leaves)
+        aval = put.aval.with_float(dtype) if dtype else put.aval
+        named[put.name] = Input(put.name, aval, put.place, put.role, put.path)
+    return Prepared(ranks, device, named, kept)
+
+
+def accept(inputs: Iterable[Input], prepared: Prepared | None, *, ranks: range, device: str) -> None:
+    """Raise `InputError` unless the parameters of a program are there, of these ranks and on this device."""
+    wanted = [put for put in inputs if put.role == "parameter"]
+    if prepared is None:
+        if wanted:
+            names = ", ".join(dict.fromkeys(put.path[0] for put in wanted))
+            raise InputError(f"parameters: the program has some ({names}), as backend.prepare makes them: got none")
+        return
+    if (prepared.ranks, prepared.device) != (ranks, device):
+        raise InputError(
+            f"parameters: must be prepared for ranks {ranks.start}..{ranks.stop - 1} on {device}: got those of ranks "
+            f"{prepared.ranks.start}..{prepared.ranks.stop - 1} on {prepared.device}"
+        )
+    for put in wanted:
+        prepared.of(put)
+
+
+def _check(put: Input, where: str, leaf: Any, *, any_float: bool) -> None:
+    """A parameter may come from any device that holds data."""
+    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)
+    if plain and leaf.device.type == "meta":
+        raise InputError(f"{where}: must have data: got a tensor on the meta device, which has none")
+    if plain and any_float and leaf.is_floating_point() and put.aval.dtype in FLOATS:
+        put = Input(put.name, Aval(put.aval.shape, _name(leaf.dtype)), put.place, put.role, put.path)
+    if not plain or leaf.dtype != DTYPES[put.aval.dtype] or tuple(leaf.shape) != put.aval.shape:
+        refuse(put, where, leaf, leaf.device.type if plain else "cpu")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, one in DTYPES.items() if one == dtype)

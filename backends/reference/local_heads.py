@@ -1,9 +1,0 @@
-"""Reference rule of `ops.LocalHeads`."""
-
-import torch
-
-
-def rule(q: torch.Tensor, *, ranks: int, rank: int) -> tuple[torch.Tensor]:
-    """q_local[t, n] = q[t, rank * N + n]."""
-    own = q.shape[1] // ranks
-    return (q[:, rank * own : (rank + 1) * own].clone(memory_format=torch.contiguous_format),)

@@ -1,0 +1,77 @@
+"""What a backend does its own way: tables from op to rule, explicit, so that a type checker and a reader can follow.
+
+A rule has one signature on every backend:
+
+    rule(*operands, run, **parameters) -> results
+
+Operands are tensors (host integers: tuples), by position; `run` says where it
+runs (`mla_fx.backends.device.Run`); parameters are the fields of the op, by
+keyword.  Results are a tuple of new tensors, contiguous, none of them a view
+of an operand; a result that is an operand's next version is that operand,
+written in place.  A rule creates no stream and no event, and waits for nothing.
+
+A collective is two of them with the transport between, which is the world's
+(`mla_fx.backends.world`):
+
+    sent    = send(*operands, run=run, **parameters)              one tensor, contiguous
+    results = receive(moved, *operands, run=run, **parameters)    moved: what the transport brings
+
+Beside rules, a table may have for an op
+
+    takes   `takes(op, *avals) -> str | None`: why the backend cannot run the op on such operands; asked when compiling
+    forms   operand -> function: the form that the rules want it in.  A parameter is brought into it once
+    passes  from step to step, as `Backend.lower` applies them: fusing what the backend has an operator for
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from attrs import evolve, field, frozen
+
+from mla_fx.effects import Aval, Op, Pass
+
+#: See the top of this file.  A protocol with keywords of its own for every op cannot be written down.
+Rule = Callable[..., Any]
+Form = Callable[[torch.Tensor], torch.Tensor]
+
+
+@frozen
+class Collective:
+    """The rule of an op that communicates, in two halves."""
+
+    send: Rule
+    receive: Rule
+
+
+class Takes(Protocol):
+    """Why an op cannot run on such operands, in words; None where it can."""
+
+    def __call__(self, op: Any, *avals: Aval) -> str | None:
+        """Asked once for every launch, when compiling."""
+
+
+class MissingRuleError(LookupError):
+    """A backend has no rule for an op of the program."""
+
+
+def _frozen(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(dict(given))
+
+
+@frozen
+class Table:
+    """Rules, and what goes with them."""
+
+    rules: Mapping[type[Op], Rule | Collective] = field(converter=_frozen)
+    takes: Mapping[type[Op], Takes] = field(factory=dict, converter=_frozen)
+    forms: Mapping[type[Op], Mapping[str, Form]] = field(factory=dict, converter=_frozen)
+    passes: tuple[Pass, ...] = ()
+
+    def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Table":
+        """With rules added or replaced; what the old rule of an op took, and in which form, goes with it."""
+        keep = {
+            name: {op: v for op, v in getattr(self, name).items() if op not in rules} for name in ("takes", "forms")
+        }
+        return evolve(self, rules={**self.rules, **rules}, **keep)

@@ -1,0 +1,126 @@
+"""Where the ranks are, and how what they send each other moves.
+
+    InProcess(ranks)     all ranks in this process, one after the other
+    Processes(group)     one rank in each process of a group of `torch.distributed`
+
+Both are asked the same: which ranks run `here`, and to `move` what these have
+sent.  What only moves goes as bits, never as numbers: no transport may take a
+NaN or a subnormal for something to tidy.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, assert_never
+
+import torch
+import torch.distributed as dist
+from attrs import field, frozen
+
+from mla_fx.dtypes import wide
+from mla_fx.effects import InputError
+from mla_fx.effects.op import Meeting
+from mla_fx.effects.validate import integer
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class World(Protocol):
+    """The ranks of a program, and those of them that this process runs."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def here(self) -> range:
+        """The ranks that this process runs."""
+
+    def move(self, how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For every rank here, what it is brought.
+
+        "all_gather": [W, ...] of what rank r sent.  "all_to_all": [W, ...] of the part for it, number `rank` of the
+        first axis, of what rank r sent.  "all_reduce": the sum, in rank order, accumulated wide and rounded once.
+        Each rank gets memory of its own.
+        """
+
+
+@frozen
+class InProcess:
+    """All of `size` ranks in this process and on one device; they run one after the other, launch by launch."""
+
+    size: int = field(default=1, validator=integer(1))
+
+    @property
+    def here(self) -> range:
+        """All of them."""
+        return range(self.size)
+
+    def move(self, how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `World.move`."""
+        dtype = sent[0].dtype
+        if how == "all_reduce":
+            total = sent[0].to(wide(dtype), copy=True, memory_format=torch.contiguous_format)
+            for other in sent[1:]:
+                total.add_(other)
+            total = total.to(dtype)
+            return [total, *(total.clone() for _ in sent[1:])]
+        bits = [tensor.view(_INTEGERS[dtype.itemsize]) for tensor in sent]
+        if how == "all_gather":
+            return [torch.stack(bits).view(dtype) for _ in bits]
+        if how == "all_to_all":
+            return [torch.stack([one[rank] for one in bits]).view(dtype) for rank in range(self.size)]
+        assert_never(how)
+
+
+@frozen(eq=False)
+class Processes:
+    """One rank of a group of processes.
+
+    On a device a collective is issued on the stream that is current.  The group's own stream waits for that one and
+    is waited for by it before it goes on, and the group keeps operands and results for it: so to a program a
+    collective is a launch on the stream that the program says.  The host waits for nothing.  A step without tokens
+    moves nothing, on no rank, so nothing is called.
+
+    A transport adds in its own order and precision.  Ranks must get the same bits, or they go apart over the steps:
+    the emulated HCCL adds in rank order and in float32, gloo gives to all what one rank added; of a real HCCL that is
+    asked with HCCL_DETERMINISTIC=true, which has not been tried.
+    """
+
+    group: Any = field()
+
+    @group.validator
+    def _member(self, attribute: Any, value: Any) -> None:
+        if dist.get_rank(value) < 0:
+            raise InputError("group: this process must be a rank of it: got one of others")
+
+    @property
+    def size(self) -> int:
+        """Processes of the group."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def here(self) -> range:
+        """This process's rank."""
+        rank = dist.get_rank(self.group)
+        return range(rank, rank + 1)
+
+    def move(self, how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `World.move`; the sum is the transport's."""
+        (mine,) = sent
+        if how == "all_reduce":
+            total = mine.clone(memory_format=torch.contiguous_format)
+            if total.numel():
+                dist.all_reduce(total, group=self.group)
+            return [total]
+        found = mine.new_empty((self.size, *mine.shape) if how == "all_gather" else mine.shape)
+        if mine.numel():
+            parts = (self._bytes(found), self._bytes(mine))
+            if how == "all_gather":
+                dist.all_gather_single(*parts, group=self.group)
+            else:
+                dist.all_to_all_single(*parts, group=self.group)
+        return [found]
+
+    @staticmethod
+    def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+        """As bytes in one row, whose split over the ranks is that of the first axis."""
+        return tensor.view(torch.uint8).view(-1)
