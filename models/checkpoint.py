@@ -9,8 +9,9 @@ is made on the way.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -19,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from mla_fx.effects import InputError
 from mla_fx.models.config import ModelConfig, load_config
 from mla_fx.models.quantize import dequantize_fp8, scale_shape
-from mla_fx.models.tensors import Shapes, expected, is_projection, optional, prediction, prediction_layers
+from mla_fx.models.weights import expected, layer_prefix, optional, prediction, prediction_layers
+from mla_fx.weights import Weight
 
 #: Dtypes of weights, as safetensors names them.
 DTYPES = ("BF16", "F16", "F32", "F64")
@@ -31,6 +33,10 @@ PIECE = 1 << 17
 MAPPED = 1 << 22
 #: How many names of a kind an error lists.
 LISTED = 5
+
+
+#: Rows and columns of a tensor, None for all.
+Part = tuple[slice | None, slice | None]
 
 
 class CheckpointError(InputError):
@@ -83,7 +89,7 @@ class Checkpoint:
         """Read configuration and headers, and verify all names, shapes and dtypes at once."""
         directory = Path(directory)
         config = load_config(directory)
-        found: Shapes = {}
+        found: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
         files: dict[str, Path] = {}
         for path in _files(directory):
@@ -98,7 +104,7 @@ class Checkpoint:
     @property
     def has_prediction(self) -> bool:
         """Whether the first prediction layer's tensors are there; transformers leaves them out when it writes."""
-        return f"model.layers.{self.config.num_hidden_layers}.eh_proj.weight" in self.files
+        return f"{layer_prefix(self.config.num_hidden_layers)}eh_proj.weight" in self.files
 
     def read(
         self, name: str, *, dtype: torch.dtype, rows: slice | None = None, columns: slice | None = None
@@ -107,20 +113,30 @@ class Checkpoint:
 
         Stays in the mapped file where it is large and nothing has to be converted.
         """
-        return self.stored(name, rows=rows, columns=columns).read(dtype)
+        (stored,) = self.stored(name, [(rows, columns)])
+        return stored.read(dtype)
 
-    def stored(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Stored:
-        """A tensor or a part of it, to be read in pieces; slices without a step, and counted from the front."""
+    def stored(self, name: str, parts: Sequence[Part]) -> list[Stored]:
+        """Parts of a tensor, to be read in pieces; slices are without a step, and counted from the front."""
+        scale = None
+        if name + FACTORS in self.files:
+            with safe_open(self.files[name + FACTORS], "pt") as file:
+                scale = file.get_tensor(name + FACTORS)
         with safe_open(self.files[name], "pt") as file:
-            if rows is None and columns is None:
-                tensor: torch.Tensor = file.get_tensor(name)
-            else:
-                tensor = file.get_slice(name)[rows or slice(None), columns or slice(None)]
-        row, column = (part.start or 0 if part else 0 for part in (rows, columns))
-        if name + FACTORS not in self.files:
-            return Stored(tensor, None, row, column)
-        with safe_open(self.files[name + FACTORS], "pt") as file:
-            return Stored(tensor, file.get_tensor(name + FACTORS), row, column)
+            return [
+                Stored(_part(file, name, part), scale, *(each.start or 0 if each else 0 for each in part))
+                for part in parts
+            ]
+
+
+def _part(file: Any, name: str, part: Part) -> torch.Tensor:
+    rows, columns = part
+    tensor: torch.Tensor
+    if rows is None and columns is None:
+        tensor = file.get_tensor(name)
+    else:
+        tensor = file.get_slice(name)[rows or slice(None), columns or slice(None)]
+    return tensor
 
 
 def _files(directory: Path) -> list[Path]:
@@ -153,50 +169,56 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise CheckpointError(f"{path}: must be a safetensors file: {error}") from None
 
 
-def _verify(directory: Path, config: ModelConfig, found: Shapes, dtypes: Mapping[str, str]) -> Shapes:
-    """Every tensor that may be read; tells everything that is wrong at once, raises `CheckpointError`."""
-    wanted, may_be = expected(config), optional(config)
+def _verify(
+    directory: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]
+) -> Container[str]:
+    """Names of every tensor that may be read; tells everything that is wrong at once, raises `CheckpointError`."""
+    wanted = expected(config)
     for layer in prediction_layers(config):
-        if any(name.startswith(f"model.layers.{layer}.") for name in found):
+        if any(name.startswith(layer_prefix(layer)) for name in found):
             wanted |= prediction(config, layer)
-    known = wanted | may_be
+    known = wanted | optional(config)
     scales = {
-        name + FACTORS: scale_shape(shape)
-        for name, shape in known.items()
-        if config.fp8 and is_projection(name) and dtypes.get(name) == FP8
+        name + FACTORS: scale_shape(weight.shape)
+        for name, weight in known.items()
+        if dtypes.get(name) == FP8 and FP8 in _dtypes(weight, config)
     }
-    known |= scales
+    shapes = {name: weight.shape for name, weight in known.items()} | scales
+    allowed = {name: _dtypes(weight, config) for name, weight in known.items()} | dict.fromkeys(scales, ("F32",))
     kinds = (
         ("missing", [name for name in (*wanted, *scales) if name not in found]),
         # A tensor without elements, as transformers writes for networks of width 0, says nothing.
-        ("unexpected", [name for name, shape in found.items() if name not in known and 0 not in shape]),
+        ("unexpected", [name for name, shape in found.items() if name not in shapes and 0 not in shape]),
         (
             "of another shape",
             [
                 f"{name} (must be {list(shape)}, got {list(found[name])})"
-                for name, shape in known.items()
+                for name, shape in shapes.items()
                 if found.get(name, shape) != shape
             ],
         ),
-        ("of another dtype", _ill_typed(config, known, dtypes)),
+        (
+            "of another dtype",
+            [
+                f"{name} (must be {', '.join(kinds)}, got {dtypes[name]}{_hint(config, dtypes[name])})"
+                for name, kinds in allowed.items()
+                if name in found and dtypes[name] not in kinds
+            ],
+        ),
     )
     lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names]
     if lines:
         raise CheckpointError(f"{directory}: tensors must be those of config.json\n  " + "\n  ".join(lines))
-    return known
+    return shapes
 
 
-def _ill_typed(config: ModelConfig, known: Shapes, dtypes: Mapping[str, str]) -> list[str]:
-    """Tensors of a dtype that is not read; FP8 only for projections, and only where the configuration says so."""
-    wrong = []
-    for name in known:
-        allowed: tuple[str, ...] = ("F32",) if name.endswith(FACTORS) else DTYPES
-        if config.fp8 and is_projection(name):
-            allowed = (*DTYPES, FP8)
-        if dtypes.get(name, allowed[0]) not in allowed:
-            hint = "" if dtypes[name] != FP8 or config.fp8 else ", and config.json has no quantization_config"
-            wrong.append(f"{name} (must be {', '.join(allowed)}, got {dtypes[name]}{hint})")
-    return wrong
+def _dtypes(weight: Weight, config: ModelConfig) -> tuple[str, ...]:
+    """Dtypes that a tensor is read in; FP8 only for matrices, and only where the configuration says so."""
+    return (*DTYPES, FP8) if config.fp8 and len(weight.shape) > 1 else DTYPES
+
+
+def _hint(config: ModelConfig, dtype: str) -> str:
+    return ", and config.json has no quantization_config" if dtype == FP8 and not config.fp8 else ""
 
 
 def _some(names: Sequence[str]) -> str:

@@ -17,9 +17,8 @@ from mla_fx.config import MoeConfig
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, InputError
 from mla_fx.models import Checkpoint, CheckpointError, Loader, ModelConfig, write_checkpoint
-from mla_fx.models.parameters import model_avals, mtp_avals
 from mla_fx.models.quantize import quantize_int8
-from mla_fx.models.tensors import expected
+from mla_fx.models.weights import expected, model_avals, mtp_avals
 from mla_fx.parameters import Quantized, QueryLora
 
 leaves = torch.utils._pytree.tree_leaves
