@@ -211,7 +211,7 @@ def attention_weights(config: MlaConfig, prefix: str = "", *, replicate_query: b
 
 
 def mlp_weights(hidden: int, width: int, prefix: str = "", *, experts: int | None = None) -> MlpParams[Weight]:
-    """A feed-forward network of `width`, shared out by columns; or one for each of `experts`, each whole on its rank."""
+    """A feed-forward network of `width`, shared out by columns; or one for each of `experts`, whole on its rank."""
     within = f"{prefix}{{}}." if experts else prefix
 
     def weight(names: tuple[str, ...], rows: int, columns: int, along: Literal["rows", "columns"]) -> Weight:
