@@ -20,7 +20,8 @@ from mla_fx.decode import QUANTIZATIONS
 from mla_fx.dtypes import DTYPES, wide
 from mla_fx.effects import InputError
 from mla_fx.effects.aval import FLOATS
-from mla_fx.models.checkpoint import Checkpoint, CheckpointError, Stored
+from mla_fx.models.checkpoint import Checkpoint, CheckpointError
+from mla_fx.models.formats import Channels, Stored
 from mla_fx.models.parameters import ModelParams, MtpParams
 from mla_fx.models.quantize import quantize_int8
 from mla_fx.models.weights import layer_prefix, layer_weights, model_weights, mtp_weights
@@ -136,9 +137,13 @@ class Loader:
         return leaf
 
     def _fill(self, leaf: Leaf, weight: Weight, place: Place, stored: Stored) -> None:
-        """Piece after piece into its place, in 8 bits where the leaf is."""
+        """Piece after piece into its place, in 8 bits where the leaf is; what is int8 in the file is kept as it is."""
         into = leaf.weight if isinstance(leaf, Quantized) else leaf
         into = (into.mT if weight.transposed else into)[place.at][..., : stored.tensor.shape[-1]]
+        if isinstance(leaf, Quantized) and isinstance(stored, Channels):
+            into.copy_(stored.tensor)
+            leaf.scale[place.at].copy_(stored.own_scale)
+            return
         for part, piece in stored.pieces(self.dtype if isinstance(leaf, Quantized) else into.dtype):
             if isinstance(leaf, Quantized):
                 into[part], leaf.scale[place.at][part] = quantize_int8(piece)

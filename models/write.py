@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from mla_fx.effects import InputError
 from mla_fx.models.config import ModelConfig
-from mla_fx.models.quantize import quantize_fp8
+from mla_fx.models.quantize import quantize_fp8, quantize_int8
 from mla_fx.models.weights import expected, prediction, prediction_layers
 from mla_fx.weights import seeded
 
@@ -27,7 +27,7 @@ def write_checkpoint(
     """Write a checkpoint with seeded weights in `dtype`: every tensor of the format, in `shards` files.
 
     Projections have variance 1 / inputs, so that features keep the size of about 1; norms are near 1.  With
-    `config.fp8` the layers' projections are FP8 with their factors beside them.
+    `config.storage` "fp8" or "int8" the layers' projections are, with their factors beside them.
     Raises `InputError` when the directory holds a checkpoint already, and for `shards` that would be empty.
     """
     directory = Path(directory)
@@ -44,8 +44,12 @@ def write_checkpoint(
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         tensor = seeded(weight, generator)
-        if config.fp8 and weight.kind in ("projection", "absorbed"):
+        projection = weight.kind in ("projection", "absorbed")
+        if config.storage == "fp8" and projection:
             tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(tensor)
+        elif config.storage == "int8" and projection:
+            tensors[name], scale = quantize_int8(tensor)
+            tensors[f"{name}_scale"] = scale.unsqueeze(1)
         else:
             tensors[name] = tensor if weight.kind == "bias" else tensor.to(dtype)
     (directory / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")

@@ -41,7 +41,7 @@ TINY = evolve(
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=7, n_shared_experts=2, n_group=2, topk_group=1
     ),
 )
-FP8 = evolve(TINY, fp8=True)
+FP8 = evolve(TINY, storage="fp8")
 MTP = evolve(TINY, num_nextn_predict_layers=2)
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
@@ -72,7 +72,7 @@ def test_missing_unexpected_misshapen_and_ill_typed_are_told_at_once(directory):
         for expert in range(4):
             del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
         del tensors["model.norm.weight"], tensors["lm_head.weight"]
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+        tensors["model.layers.0.self_attn.sinks"] = torch.zeros(2)
         tensors[O_PROJ] = torch.zeros(24, 19)
         tensors["model.layers.0.self_attn.kv_a_layernorm.weight"] = torch.ones(8, dtype=torch.int32)
 
@@ -80,7 +80,7 @@ def test_missing_unexpected_misshapen_and_ill_typed_are_told_at_once(directory):
     up = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(4)]
     assert refused(directory) == [
         f"6 missing: {', '.join(up)}, model.norm.weight, and 1 more",
-        "1 unexpected: model.layers.0.self_attn.rotary_emb.inv_freq",
+        "1 unexpected: model.layers.0.self_attn.sinks",
         f"1 of another shape: {O_PROJ} (must be [24, 20], got [24, 19])",
         "1 of another dtype: model.layers.0.self_attn.kv_a_layernorm.weight (must be BF16, F16, F32, F64, got I32)",
     ]
@@ -217,7 +217,7 @@ def test_checkpoints_that_transformers_writes(generation, tmp_path):
 
 def test_projections_are_fp8_with_their_factors_beside_them(tmp_path):
     """As published: every projection of the layers, kv_a_proj_with_mqa too; not the gate, norms, tables, eh_proj."""
-    write_checkpoint(tmp_path, evolve(MTP, fp8=True), dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, evolve(MTP, storage="fp8"), dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
     small = {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
     assert {name.split(".")[-2] for name in small} == {
@@ -261,7 +261,7 @@ def test_faults_of_fp8_are_told_at_once(tmp_path):
         f"1 unexpected: {kv_b}_scale_inv",
         f"1 of another shape: {q_b}_scale_inv (must be [1, 1], got [2, 1])",
         f"2 of another dtype: {norm} (must be BF16, F16, F32, F64, got F8_E4M3), "
-        f"{gate}_scale_inv (must be F32, got F64)",
+        f"{gate}_scale_inv (must be F32, BF16, F8_E8M0, got F64)",
     ]
 
 
@@ -273,8 +273,8 @@ def test_fp8_needs_a_quantization_config(directory):
     rewrite(directory, change)
     assert refused(directory) == [
         f"1 unexpected: {O_PROJ}_scale_inv",
-        f"1 of another dtype: {O_PROJ} (must be BF16, F16, F32, F64, got F8_E4M3, and config.json has no "
-        "quantization_config)",
+        f"1 of another dtype: {O_PROJ} (must be BF16, F16, F32, F64, got F8_E4M3, and nothing says that "
+        "it is stored in 8 bits)",
     ]
 
 
@@ -408,7 +408,9 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
             ones = {name: torch.full(tensors[name].shape, 0x38, dtype=torch.uint8) for name in small_ones}
             tensors |= {name: each.view(torch.float8_e4m3fn) for name, each in ones.items()} | scales
         save_file(tensors, tmp_path / name / "model.safetensors")
-        (tmp_path / name / "config.json").write_text(json.dumps(evolve(config, fp8=fp8).to_json()))
+        (tmp_path / name / "config.json").write_text(
+            json.dumps(evolve(config, storage="fp8" if fp8 else None).to_json())
+        )
     run = subprocess.run(
         [sys.executable, "-c", PEAK, *(str(tmp_path / name) for name in ("tiny", "wide", "fp8"))],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

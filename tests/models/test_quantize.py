@@ -81,7 +81,7 @@ def stored(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fp8")
     base = small_config()
     attention = evolve(base.attention, hidden_size=257, q_lora_rank=130, kv_lora_rank=100, qk_nope_head_dim=20)
-    config = evolve(base, attention=attention, num_hidden_layers=1, moe=None, num_nextn_predict_layers=0, fp8=True)
+    config = evolve(base, attention=attention, num_hidden_layers=1, moe=None, num_nextn_predict_layers=0, storage="fp8")
     write_checkpoint(directory, config)
     tensors = load_file(directory / "model.safetensors")
     right = {}
@@ -120,7 +120,7 @@ def test_slices_may_start_inside_a_block(rows, columns, dtype, stored):
 
 @pytest.mark.parametrize("piece", [1, 700, 5000, 1 << 30])
 def test_pieces_of_any_size_give_the_same(piece, stored, monkeypatch):
-    monkeypatch.setattr("mla_fx.models.checkpoint.PIECE", piece)
+    monkeypatch.setattr("mla_fx.models.formats.PIECE", piece)
     checkpoint, right = stored
     for name, whole in right.items():
         found = checkpoint.read(name, dtype=torch.bfloat16, rows=slice(7, 130), columns=slice(60, 99))
