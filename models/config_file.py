@@ -107,7 +107,10 @@ def _storage(given: Mapping[str, Any]) -> str | None:
                 raise InputError(f"quantization_config.{name}: only {only!r} is supported: got {quantization[name]!r}")
         return "fp8"
     if method == "compressed-tensors":
-        return "int8" if _channels_by_tokens(quantization) else f"{method} {quantization.get('format')}"
+        if _channels_by_tokens(quantization):
+            return "int8"
+        other = " but W8A8 by channel and token" if quantization.get("format") == "int-quantized" else ""
+        return f"{method} {quantization.get('format')}" + (f" of anything{other}" if other else "")
     if method in ("ascend", "modelslim"):
         return "modelslim"
     return "fp8 without blocks" if method == "fp8" else str(method)
@@ -119,11 +122,15 @@ def _channels_by_tokens(quantization: Mapping[str, Any]) -> bool:
         return False
     groups = quantization.get("config_groups")
     (right,) = STORAGES["int8"]["config_groups"].values()
-    return isinstance(groups, dict) and all(
-        isinstance(part := group.get(name) if isinstance(group, dict) else None, dict)
-        and all(part.get(key, False if key == "dynamic" else None) == value for key, value in right[name].items())
-        for group in groups.values()
-        for name in ("weights", "input_activations")
+    return (
+        isinstance(groups, dict)
+        and bool(groups)
+        and all(
+            isinstance(part := group.get(name) if isinstance(group, dict) else None, dict)
+            and all(part.get(key, False if key == "dynamic" else None) == value for key, value in right[name].items())
+            for group in groups.values()
+            for name in ("weights", "input_activations")
+        )
     )
 
 

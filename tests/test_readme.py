@@ -18,12 +18,15 @@ BLOCK = re.compile(
 )
 
 
-def test_code_runs_and_prints_what_it_says():
-    """Blocks of Python run in order, in one scope; one marked "output" is what the Python before it printed."""
+def run(text: str) -> int:
+    """Run the blocks of Python in order, in one scope; one marked "output" is what the Python before it printed.
+
+    Returns how many outputs were compared.
+    """
     scope: dict[str, object] = {}
     printed: str | None = None
     compared = 0
-    for block in BLOCK.finditer(README):
+    for block in BLOCK.finditer(text):
         if block["note"] == "output":
             assert printed == block["text"]
             printed, compared = None, compared + 1
@@ -32,10 +35,14 @@ def test_code_runs_and_prints_what_it_says():
             with contextlib.redirect_stdout(out):
                 exec(compile(block["text"], "README.md", "exec"), scope)
             printed = out.getvalue()
-            assert not printed or README[block.end() :].lstrip().startswith("<!-- output -->"), (
+            assert not printed or text[block.end() :].lstrip().startswith("<!-- output -->"), (
                 "prints, and nothing says what"
             )
-    assert compared == README.count("<!-- output -->") >= 5
+    return compared
+
+
+def test_code_runs_and_prints_what_it_says():
+    assert run(README) == README.count("<!-- output -->") >= 5
 
 
 def test_every_fence_is_a_block():

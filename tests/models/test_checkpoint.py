@@ -155,6 +155,46 @@ def test_prediction_layers_are_there_as_a_whole_or_not_at_all(tmp_path):
     assert refused(tmp_path) == ["1 unexpected: model.layers.4.eh_proj.weight"]
 
 
+@pytest.mark.parametrize("given", [0, None])
+def test_prediction_layers_that_are_not_counted_are_noted(given, tmp_path):
+    """42 tensors of two of them; they are told of, and nothing of them is read."""
+    write_checkpoint(tmp_path, MTP)
+    fields = {**MTP.to_json(), "num_nextn_predict_layers": given}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    checkpoint = Checkpoint.open(tmp_path)
+    count = len(prediction(MTP, 2)) + len(prediction(MTP, 3))
+    assert checkpoint.notes == (
+        f"{count} tensors of prediction layers (2, 3) are not read: config.json has no num_nextn_predict_layers",
+    )
+    assert not checkpoint.has_prediction and set(checkpoint.files) == set(expected(MTP))
+
+
+def test_a_layer_too_many_is_no_prediction_layer(tmp_path):
+    """A decoder layer that the configuration does not count: the configuration is another model's."""
+    write_checkpoint(tmp_path, evolve(TINY, num_hidden_layers=3))
+    (tmp_path / "config.json").write_text(json.dumps(TINY.to_json()))
+    (line,) = refused(tmp_path)
+    layer = len(expected(evolve(TINY, num_hidden_layers=3))) - len(expected(TINY))
+    assert line.startswith(f"{layer} unexpected: model.layers.2.")
+
+
+def test_buffers_that_follow_from_the_configuration_are_noted(directory, caplog):
+    """As files of Moonlight and Kimi have them; that the note is logged, too."""
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
+    rewrite(directory, lambda tensors: tensors.update({name: torch.ones(2) for name in names}))
+    with caplog.at_level("INFO", logger="mla_fx"):
+        checkpoint = Checkpoint.open(directory)
+    note = "2 buffers of rotary_emb are not read: they follow from config.json"
+    assert checkpoint.notes == (note,) and not set(names) & set(checkpoint.files)
+    assert [record.getMessage() for record in caplog.records] == [f"{directory}: {note}"]
+    rewrite(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.inv_freq": torch.ones(2)}))
+    assert refused(directory) == ["1 unexpected: model.layers.0.self_attn.inv_freq"]
+
+
+def test_nothing_is_noted_where_everything_is_read(directory):
+    assert Checkpoint.open(directory).notes == ()
+
+
 def test_a_prediction_layer_may_have_its_own_embedding_and_head(tmp_path):
     write_checkpoint(tmp_path, MTP)
     names = [f"model.layers.2.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
