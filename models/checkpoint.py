@@ -75,7 +75,7 @@ class Checkpoint:
                 found[name] = header
         found, notes = _ours(config, found)
         for note in notes:
-            _log.info("%s: %s", directory, note)
+            _log.warning("%s: %s", directory, note)
         rules = Rules.of(config, kind, found)
         _verify(directory, rules, found)
         files = {name: header.path for name, header in found.items() if name in rules.of_tensors}

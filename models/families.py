@@ -86,7 +86,6 @@ OTHERS: Final[Mapping[str, str]] = {
     "kimi_linear": "layers of linear attention, and latent attention without rotation",
     "deepseek_v4": "compressed keys and values with an indexer, and hyper-connections",
     "mistral_large_3": _SCALED_QUERIES,
-    "mistral3": f"{_SCALED_QUERIES} or attention of another kind",
     "mistral4": _SCALED_QUERIES,
     "mistral_large4": f"{_INDEXER}, layers without rotation and capped logits",
     "minicpm3": "embeddings, residuals and logits that are scaled",
@@ -106,8 +105,11 @@ def family_of(given: Mapping[str, Any]) -> Family:
     """The family that a `config.json` is of; raises `InputError` for any other, with what it has that is missing."""
     model_type, architectures = given.get("model_type"), given.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    other = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), model_type)
-    if isinstance(other, str) and other in OTHERS:
+    text = given.get("text_config")
+    inner = text.get("model_type") if isinstance(text, dict) else None
+    named = [ARCHITECTURES.get(name) for name in names if isinstance(name, str)]
+    other = next((kind for kind in (*named, model_type, inner) if isinstance(kind, str) and kind in OTHERS), None)
+    if other is not None:
         raise InputError(f"model_type: {other} has {OTHERS[other]}; that is not implemented")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(f"model_type: must be one of {', '.join(FAMILIES)}: got {model_type!r}")

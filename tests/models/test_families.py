@@ -312,6 +312,27 @@ def test_other_architectures_are_refused_in_one_sentence(model_type, architectur
     assert re.fullmatch(rf"model_type: \w+ has {missing}.*; that is not implemented", str(caught.value))
 
 
+def test_a_refused_text_model_within_another():
+    given = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
+    with pytest.raises(InputError, match=r"model_type: mistral4 has queries that are scaled by their position; "):
+        parse_config(given)
+
+
+def test_what_a_family_says_of_missing_fields():
+    """As the published code has them: its own configuration's defaults."""
+    for given in (V3, KIMI_K2, GLM_47_FLASH):
+        moe = parse_config({**given, "norm_topk_prob": None, "topk_method": None, "scoring_func": None}).moe
+        assert (moe.norm_topk_prob, moe.topk_method, moe.scoring_func) == (True, "noaux_tc", "sigmoid")
+    lite = {**V2_LITE, "norm_topk_prob": None, "topk_method": None, "scoring_func": None, "routed_scaling_factor": None}
+    moe = parse_config(lite).moe
+    assert (moe.norm_topk_prob, moe.topk_method, moe.scoring_func) == (False, "greedy", "softmax")
+    assert moe.routed_scaling_factor == 1.0
+    glm = parse_config({**GLM_47_FLASH, "n_group": None, "topk_group": None, "rms_norm_eps": None})
+    assert (glm.moe.n_group, glm.moe.topk_group, glm.attention.rms_norm_eps) == (1, 1, 1e-5)
+    with pytest.raises(InputError, match=r"n_group: must be given: got nothing"):
+        parse_config({**V3, "n_group": None})
+
+
 def test_what_is_refused_is_not_read():
     assert not set(OTHERS) & set(FAMILIES)
     with pytest.raises(InputError, match=r"model_type: must be one of deepseek_v2, .*, glm4_moe_lite: got \['a'\]"):

@@ -6,7 +6,6 @@ the right answers are made here, in float64, element by element.
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,74 +14,27 @@ import torch
 from attrs import evolve
 from safetensors.torch import load_file, save_file
 
-from mla_fx import MlaConfig, StepShape, backends
-from mla_fx.config import MoeConfig
+from mla_fx import backends
 from mla_fx.effects import InputError
-from mla_fx.models import Checkpoint, CheckpointError, Loader, ModelConfig, Runner, load_config, write_checkpoint
+from mla_fx.models import Checkpoint, CheckpointError, Loader, load_config, write_checkpoint
 from mla_fx.models.config_file import parse_config
 from mla_fx.models.formats import LOOKED_AT
-from mla_fx.models.runner import Piece
 from mla_fx.parameters import Quantized
+from tests.models.small_weights import (
+    O_PROJ,
+    TINY,
+    Tensors,
+    channels,
+    described,
+    is_projection,
+    kind_of,
+    logits,
+    rewritten,
+    write_modelslim,
+)
 from tests.models.test_config import GIVEN
 from tests.models.test_families import INT4
 from tests.models.test_quantize import e4m3
-
-TINY = ModelConfig(
-    attention=MlaConfig(
-        hidden_size=160,
-        num_attention_heads=4,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=40,
-        qk_rope_head_dim=8,
-        v_head_dim=40,
-    ),
-    moe=MoeConfig(
-        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, n_group=2, topk_group=1
-    ),
-    num_hidden_layers=2,
-    vocab_size=32,
-    intermediate_size=140,
-    first_k_dense_replace=1,
-)
-O_PROJ = "model.layers.0.self_attn.o_proj.weight"
-Tensors = dict[str, torch.Tensor]
-
-
-def is_projection(name: str) -> bool:
-    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
-
-
-def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
-
-
-def steps(rows: int, seed: int) -> torch.Tensor:
-    """Of very different sizes, so that a wrong one is seen."""
-    return 0.01 * torch.exp(torch.randn(rows, generator=torch.Generator().manual_seed(seed)))
-
-
-def rewritten(directory: Path, small: Any) -> tuple[Tensors, Tensors]:
-    """Each projection replaced by `small(name, shape, seed)`: what is in the file, and what the definition says."""
-    tensors, right = load_file(directory / "model.safetensors"), {}
-    for seed, (name, tensor) in enumerate(list(tensors.items())):
-        if is_projection(name):
-            del tensors[name]
-            stored, right[name] = small(name, tuple(tensor.shape), seed)
-            tensors |= stored
-    save_file(tensors, directory / "model.safetensors")
-    return tensors, right
-
-
-def of_channels(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """w[r, c] = w8[r, c] * scale[r], in float64."""
-    return weight.double() * scale.double().reshape(-1, 1)
-
-
-def channels(name: str, shape: tuple[int, ...], seed: int) -> tuple[Tensors, torch.Tensor]:
-    weight, scale = integers(shape, seed), steps(shape[0], seed).bfloat16()
-    return {name: weight, f"{name}_scale": scale[:, None]}, of_channels(weight, scale)
 
 
 def same(checkpoint: Checkpoint, right: Tensors, dtype: torch.dtype = torch.float32) -> None:
@@ -215,52 +167,11 @@ def test_int8_that_nothing_tells_of(tmp_path):
 
 # --- ModelSlim -----------------------------------------------------------------------------------
 
-INPUT_OFFSET = -9
-
-
-def kind_of(name: str) -> str:
-    """As published for DeepSeek: attention static, networks dynamic, and kv_b_proj as it is."""
-    if not is_projection(name) or "kv_b_proj" in name:
-        return "FLOAT"
-    return "W8A8" if "self_attn" in name else "W8A8_DYNAMIC"
-
-
-def modelslim(name: str, shape: tuple[int, ...], seed: int) -> tuple[Tensors, torch.Tensor]:
-    if kind_of(name) == "FLOAT":
-        weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        return {name: weight}, weight.double()
-    weight, scale = integers(shape, seed), steps(shape[0], seed)
-    stored = {name: weight, f"{name}_scale": scale[:, None], f"{name}_offset": torch.zeros(shape[0], 1)}
-    if kind_of(name) == "W8A8":
-        base = name.removesuffix("weight")
-        stored |= {
-            f"{base}input_scale": torch.tensor([0.03]),
-            f"{base}input_offset": torch.tensor([INPUT_OFFSET], dtype=torch.int8),
-            f"{base}quant_bias": (-INPUT_OFFSET * weight.sum(1, dtype=torch.int64)).to(torch.int32),
-            f"{base}deq_scale": 0.03 * scale,
-        }
-    return stored, of_channels(weight, scale)
-
-
-def described(directory: Path, **changes: str) -> dict[str, Any]:
-    """The description that ModelSlim writes; norms are left out, and so FLOAT."""
-    names = load_file(directory / "model.safetensors")
-    said: dict[str, Any] = {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", "group_size": 0}
-    said |= {name: kind_of(name) for name in names if "norm" not in name and "." in name and name.endswith("weight")}
-    for name in names:
-        if name.endswith(("_scale", "_offset", "_bias")):
-            said[name] = "W8A8"
-    (directory / "quant_model_description.json").write_text(json.dumps(said | changes))
-    return said
-
 
 @pytest.fixture
 def slim(tmp_path):
     """A checkpoint as ModelSlim writes it, and what the definition says of its projections."""
-    write_checkpoint(tmp_path, TINY)
-    tensors, right = rewritten(tmp_path, modelslim)
-    described(tmp_path)
-    return tmp_path, tensors, right
+    return tmp_path, *write_modelslim(tmp_path)
 
 
 def test_modelslim_is_its_definition(slim):
@@ -319,15 +230,6 @@ def test_int8_is_kept_as_it_is(slim, ranks):
     assert kinds == {torch.Tensor, Quantized}
 
 
-def logits(directory: Path, backend: str, quantization: str | None, ranks: int = 2) -> torch.Tensor:
-    shape = StepShape(
-        ranks=ranks, requests=1, blocks=4, block_size=8, table_width=4, dtype="fp32", quantization=quantization
-    )
-    runner = Runner.load(Checkpoint.open(directory), backends.get(backend, ranks=ranks), shape=shape)
-    piece = Piece(tokens=[1, 7, 30, 2, 9], start=0, table=[0, 1, 2, 3])
-    return runner.forward([piece], range(5), filling=True)[0].double()
-
-
 def test_a_model_of_kept_int8_beside_the_one_multiplied_out(slim):
     """The same weights: what differs is that activations are quantised, by a 254th of the largest of each token."""
     directory, tensors, right = slim
@@ -335,12 +237,16 @@ def test_a_model_of_kept_int8_beside_the_one_multiplied_out(slim):
     (directory / "wide").mkdir()
     save_file(wide | {name: each.float() for name, each in right.items()}, directory / "wide" / "model.safetensors")
     (directory / "wide" / "config.json").write_text(json.dumps(TINY.to_json()))
-    exact = logits(directory / "wide", "reference", None)
-    assert torch.allclose(logits(directory, "reference", None), exact, rtol=1e-6, atol=1e-6 * exact.abs().max())
-    kept = logits(directory, "cpu", "w8a8")
+    exact = logits(directory / "wide", backends.get("reference", ranks=2))
+    assert torch.allclose(
+        logits(directory, backends.get("reference", ranks=2)), exact, rtol=1e-6, atol=1e-6 * exact.abs().max()
+    )
+    kept = logits(directory, backends.get("cpu", ranks=2), "w8a8")
     deviation = (kept - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert 1e-4 < deviation < 0.2
-    assert torch.allclose(kept, logits(directory, "reference", "w8a8"), rtol=1e-3, atol=1e-3 * exact.abs().max())
+    assert torch.allclose(
+        kept, logits(directory, backends.get("reference", ranks=2), "w8a8"), rtol=1e-3, atol=1e-3 * exact.abs().max()
+    )
 
 
 @pytest.mark.parametrize("name", [O_PROJ, "model.layers.1.mlp.experts.0.up_proj.weight"])
