@@ -12,12 +12,13 @@ from attrs import field, frozen
 from mla_fx.attention import current_attention, history_attention, write_cache
 from mla_fx.batch import Batch
 from mla_fx.config import MlaConfig
-from mla_fx.effects import Aval, Group, InputError, Step, Value, on_host, parameters, scope, staged, trace
-from mla_fx.effects.aval import FLOATS, wide_dtype
+from mla_fx.effects import Aval, Group, Step, Value, on_host, parameters, scope, staged, trace
+from mla_fx.effects.aval import FLOATS
 from mla_fx.effects.validate import boolean, integer, one_of
 from mla_fx.exchange import all_reduce, all_to_all, combine, gather_heads, local_heads
-from mla_fx.parameters import AttentionParams, Cache, Quantized, QueryLora, QueryPlain
+from mla_fx.parameters import AttentionParams, Cache, QueryLora, QueryPlain
 from mla_fx.projections import absorb_query, linear, rms_norm, rope, rope_angles, v_up
+from mla_fx.weights import attention_weights, avals, shares
 
 #: How weights may be stored, beside the activations' dtype.
 QUANTIZATIONS = ("w8a8",)
@@ -137,38 +138,13 @@ def attention_step(config: MlaConfig, shape: StepShape) -> Step:
 
 def attention_avals(config: MlaConfig, shape: StepShape) -> AttentionParams[Aval]:
     """Shapes of one rank's attention parameters; raises `InputError` when the ranks do not divide the heads."""
-    c, heads = config, config.num_attention_heads
-    if heads % shape.ranks:
-        raise InputError(f"num_attention_heads: must be a multiple of the ranks, {shape.ranks}: got {heads}")
-
-    def norm(size: int) -> Aval:
-        return Aval((size,), shape.dtype)
-
-    own = heads // shape.ranks
-    asked = heads if shape.replicate_query else own
-    lora = c.q_lora_rank
-    query: QueryLora[Aval] | QueryPlain[Aval] = (
-        QueryPlain(weight_aval(shape, asked * c.qk_head_dim, c.hidden_size))
-        if lora is None
-        else QueryLora(
-            weight_aval(shape, lora, c.hidden_size), norm(lora), weight_aval(shape, asked * c.qk_head_dim, lora)
-        )
-    )
-    return AttentionParams(
-        query=query,
-        kv_a_proj=weight_aval(shape, c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size),
-        kv_a_layernorm=norm(c.kv_lora_rank),
-        w_uk=Aval((asked, c.qk_nope_head_dim, c.kv_lora_rank), shape.dtype),
-        w_uv=Aval((own, c.kv_lora_rank, c.v_head_dim), shape.dtype),
-        o_proj=weight_aval(shape, c.hidden_size, own * c.v_head_dim),
-    )
+    own: AttentionParams[Aval] = weight_avals(attention_weights(config, replicate_query=shape.replicate_query), shape)
+    return own
 
 
-def weight_aval(shape: StepShape, *sizes: int) -> Aval | Quantized[Aval]:
-    """A projection's weight [..., F, D], in the dtype of the step or in 8 bits."""
-    if shape.quantization is None:
-        return Aval(sizes, shape.dtype)
-    return Quantized(Aval(sizes, "int8"), Aval(sizes[:-1], wide_dtype(shape.dtype)))
+def weight_avals(weights: Any, shape: StepShape) -> Any:
+    """The pytree `weights` of `Weight` with the shape of a rank's leaf for each."""
+    return avals(weights, shares(0, shape.ranks), dtype=shape.dtype, quantization=shape.quantization)
 
 
 def cache_avals(config: MlaConfig, shape: StepShape) -> Cache[Aval]:

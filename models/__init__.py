@@ -9,8 +9,8 @@ from mla_fx.models.checkpoint import Checkpoint as Checkpoint
 from mla_fx.models.checkpoint import CheckpointError as CheckpointError
 from mla_fx.models.config import ModelConfig as ModelConfig
 from mla_fx.models.config import deepseek_v3_config as deepseek_v3_config
-from mla_fx.models.config import load_config as load_config
 from mla_fx.models.config import small_config as small_config
+from mla_fx.models.config_file import load_config as load_config
 from mla_fx.models.engine import Engine as Engine
 from mla_fx.models.engine import Output as Output
 from mla_fx.models.engine import Request as Request

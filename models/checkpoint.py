@@ -9,65 +9,41 @@ is made on the way.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import re
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import frozen
 from safetensors import SafetensorError, safe_open
 
-from mla_fx.effects import InputError
-from mla_fx.models.config import ModelConfig, load_config
-from mla_fx.models.quantize import dequantize_fp8, scale_shape
-from mla_fx.models.tensors import Shapes, expected, is_projection, optional, prediction, prediction_layers
+from mla_fx.models.config import ModelConfig
+from mla_fx.models.config_file import load_config
+from mla_fx.models.formats import DESCRIPTION, FLOATS, FOREIGN, Beside, Format, Stored, format_of, not_read
+from mla_fx.models.formats import CheckpointError as CheckpointError
+from mla_fx.models.weights import expected, layer_prefix, optional, prediction, prediction_layers
 
-#: Dtypes of weights, as safetensors names them.
-DTYPES = ("BF16", "F16", "F32", "F64")
-#: FP8 weights have a tensor of factors beside them.
-FP8, FACTORS = "F8_E4M3", "_scale_inv"
-#: Elements that are converted at once.
-PIECE = 1 << 17
-#: Bytes from which on a tensor stays in the mapped file; a mapping keeps what lies around it in memory too.
-MAPPED = 1 << 22
+#: Buffers of older files that follow from the configuration.
+BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+#: Dtypes of matrices that only a quantisation has.
+SMALL = ("F8_E4M3", "I8")
 #: How many names of a kind an error lists.
 LISTED = 5
+#: Rows and columns of a tensor, None for all.
+Part = tuple[slice | None, slice | None]
 
-
-class CheckpointError(InputError):
-    """A checkpoint that does not hold what its configuration says."""
+_log = logging.getLogger(__name__)
 
 
 @frozen
-class Stored:
-    """A tensor or a part of it as it lies in the mapped file; of FP8 with the factors of the whole tensor."""
+class Header:
+    """What the file says of a tensor, and which file it is."""
 
-    tensor: torch.Tensor
-    scale: torch.Tensor | None
-    #: The first row and column within the whole tensor.
-    row: int
-    column: int
-
-    def pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Some rows after the other in `dtype`, and which rows they are; FP8 blocks are multiplied out."""
-        rows = self.tensor.shape[0]
-        step = max(1, PIECE * rows // max(1, self.tensor.numel()))
-        for start in range(0, rows, step):
-            part = slice(start, min(start + step, rows))
-            if self.scale is None:
-                yield part, self.tensor[part].to(dtype)
-            else:
-                place = {"row": self.row + start, "column": self.column}
-                yield part, dequantize_fp8(self.tensor[part], self.scale, dtype=dtype, **place)
-
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of it in `dtype`, contiguous; what is large and needs no change stays in the mapped file."""
-        tensor = self.tensor
-        if self.scale is None and tensor.dtype == dtype and tensor.is_contiguous() and tensor.nbytes >= MAPPED:
-            return tensor
-        out = torch.empty(tensor.shape, dtype=dtype)
-        for part, piece in self.pieces(dtype):
-            out[part] = piece
-        return out
+    shape: tuple[int, ...]
+    dtype: str
+    path: Path
 
 
 @frozen
@@ -76,29 +52,39 @@ class Checkpoint:
 
     directory: Path
     config: ModelConfig
+    #: Every tensor that is read, by its name without the configuration's prefix.
     files: Mapping[str, Path]
+    format: Format
+    #: The matrices that are in 8 bits.
+    small: Container[str]
+    #: What is there and not read, a sentence each.
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, directory: str | Path) -> "Checkpoint":
         """Read configuration and headers, and verify all names, shapes and dtypes at once."""
         directory = Path(directory)
         config = load_config(directory)
-        found: Shapes = {}
-        dtypes: dict[str, str] = {}
-        files: dict[str, Path] = {}
+        kind = format_of(directory, config)
+        found: dict[str, Header] = {}
         for path in _files(directory):
-            for name, (shape, dtype) in _header(path).items():
-                if name in files:
-                    both = f"{files[name].name} and {path.name}"
+            for name, header in _headers(path).items():
+                if name in found:
+                    both = f"{found[name].path.name} and {path.name}"
                     raise CheckpointError(f"{directory}: {name} must be in one file: got {both}")
-                found[name], dtypes[name], files[name] = shape, dtype, path
-        known = _verify(directory, config, found, dtypes)
-        return cls(directory, config, {name: path for name, path in files.items() if name in known})
+                found[name] = header
+        found, notes = _ours(config, found)
+        for note in notes:
+            _log.warning("%s: %s", directory, note)
+        rules = Rules.of(config, kind, found)
+        _verify(directory, rules, found)
+        files = {name: header.path for name, header in found.items() if name in rules.of_tensors}
+        return cls(directory, config, files, kind, rules.small, notes)
 
     @property
     def has_prediction(self) -> bool:
         """Whether the first prediction layer's tensors are there; transformers leaves them out when it writes."""
-        return f"model.layers.{self.config.num_hidden_layers}.eh_proj.weight" in self.files
+        return f"{layer_prefix(self.config.num_hidden_layers)}eh_proj.weight" in self.files
 
     def read(
         self, name: str, *, dtype: torch.dtype, rows: slice | None = None, columns: slice | None = None
@@ -107,26 +93,44 @@ class Checkpoint:
 
         Stays in the mapped file where it is large and nothing has to be converted.
         """
-        return self.stored(name, rows=rows, columns=columns).read(dtype)
+        (stored,) = self.stored(name, [(rows, columns)])
+        return stored.read(dtype)
 
-    def stored(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Stored:
-        """A tensor or a part of it, to be read in pieces; slices without a step, and counted from the front."""
+    def stored(self, name: str, parts: Sequence[Part]) -> list[Stored]:
+        """Parts of a tensor, to be read in pieces; slices are without a step, and counted from the front."""
         with safe_open(self.files[name], "pt") as file:
-            if rows is None and columns is None:
-                tensor: torch.Tensor = file.get_tensor(name)
-            else:
-                tensor = file.get_slice(name)[rows or slice(None), columns or slice(None)]
-        row, column = (part.start or 0 if part else 0 for part in (rows, columns))
-        if name + FACTORS not in self.files:
-            return Stored(tensor, None, row, column)
-        with safe_open(self.files[name + FACTORS], "pt") as file:
-            return Stored(tensor, file.get_tensor(name + FACTORS), row, column)
+            full = self.config.prefix + name
+            found = [
+                Stored(_part(file, full, part), *(each.start or 0 if each else 0 for each in part)) for part in parts
+            ]
+        return [self.format.stored(name, part, self._whole) for part in found] if name in self.small else found
+
+    def _whole(self, name: str) -> torch.Tensor:
+        with safe_open(self.files[name], "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.config.prefix + name)
+        return tensor
+
+
+def _part(file: Any, name: str, part: Part) -> torch.Tensor:
+    rows, columns = part
+    tensor: torch.Tensor
+    if rows is None and columns is None:
+        tensor = file.get_tensor(name)
+    else:
+        tensor = file.get_slice(name)[rows or slice(None), columns or slice(None)]
+    return tensor
 
 
 def _files(directory: Path) -> list[Path]:
-    """The safetensors files: one, or those that the index names."""
+    """The safetensors files: one, or those that the index names; ModelSlim gives them a name of its own."""
+    quantised = (
+        sorted(directory.glob("quant_model_weight*.safetensors*")) if (directory / DESCRIPTION).is_file() else []
+    )
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
+    if quantised:
+        single = quantised[0]
+        index = next((path for path in quantised if path.suffix == ".json"), index)
+    if single.is_file() and (not quantised or len(quantised) == 1):
         return [single]
     if not index.is_file():
         raise CheckpointError(f"{directory}: must have model.safetensors or model.safetensors.index.json: got neither")
@@ -143,60 +147,91 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def _headers(path: Path) -> dict[str, Header]:
     """Shape and dtype of every tensor in a file."""
     try:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
+            return {name: Header(tuple(part.get_shape()), str(part.get_dtype()), path) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: must be a safetensors file: {error}") from None
 
 
-def _verify(directory: Path, config: ModelConfig, found: Shapes, dtypes: Mapping[str, str]) -> Shapes:
-    """Every tensor that may be read; tells everything that is wrong at once, raises `CheckpointError`."""
-    wanted, may_be = expected(config), optional(config)
-    for layer in prediction_layers(config):
-        if any(name.startswith(f"model.layers.{layer}.") for name in found):
-            wanted |= prediction(config, layer)
-    known = wanted | may_be
-    scales = {
-        name + FACTORS: scale_shape(shape)
-        for name, shape in known.items()
-        if config.fp8 and is_projection(name) and dtypes.get(name) == FP8
+def _ours(config: ModelConfig, found: Mapping[str, Header]) -> tuple[dict[str, Header], tuple[str, ...]]:
+    """The model's tensors by their own names, and a note for each kind that is not the model's."""
+    notes = []
+    ours = {name.removeprefix(config.prefix): each for name, each in found.items() if name.startswith(config.prefix)}
+    if others := sorted({name.split(".")[0] for name in found if not name.startswith(config.prefix)}):
+        notes.append(f"{len(found) - len(ours)} tensors of {', '.join(others)} are not read: they are other parts")
+    if buffers := [name for name in ours if name.endswith(BUFFERS)]:
+        notes.append(f"{len(buffers)} buffers of rotary_emb are not read: they follow from config.json")
+    numbers = (re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name) for name in ours)
+    # Only what is a prediction layer: another layer behind the last means that the configuration is not this model's.
+    more = sorted(layer for each in numbers if each and (layer := int(each[1])) >= config.num_hidden_layers)
+    unread = [] if config.num_nextn_predict_layers else [layer_prefix(layer) for layer in more]
+    if beyond := [name for name in ours if name.startswith(tuple(unread))]:
+        layers = ", ".join(map(str, more))
+        notes.append(
+            f"{len(beyond)} tensors of prediction layers ({layers}) are not read: config.json has no "
+            "num_nextn_predict_layers"
+        )
+    unwanted = {*buffers, *beyond}
+    return {name: each for name, each in ours.items() if name not in unwanted}, tuple(notes)
+
+
+@frozen
+class Rules:
+    """What must be there, what shapes and dtypes everything may have, and which matrices are in 8 bits."""
+
+    wanted: tuple[str, ...]
+    of_tensors: Mapping[str, Beside]
+    small: frozenset[str]
+
+    @classmethod
+    def of(cls, config: ModelConfig, kind: Format, found: Mapping[str, Header]) -> "Rules":
+        """From the configuration, and from what is found: prediction layers, and what matrices are in 8 bits."""
+        wanted = expected(config)
+        for layer in prediction_layers(config):
+            if any(name.startswith(layer_prefix(layer)) for name in found):
+                wanted |= prediction(config, layer)
+        rules: dict[str, Beside] = {}
+        beside: dict[str, Beside] = {}
+        small = set()
+        for name, weight in (wanted | optional(config)).items():
+            dtypes = kind.dtypes(name) if len(weight.shape) > 1 else FLOATS
+            rules[name] = Beside((weight.shape,), dtypes)
+            if name in found and found[name].dtype in dtypes and found[name].dtype not in FLOATS:
+                small.add(name)
+                beside |= kind.beside(name, weight.shape)
+        return cls((*wanted, *beside), rules | beside, frozenset(small))
+
+
+def _verify(directory: Path, rules: Rules, found: Mapping[str, Header]) -> None:
+    """Tell everything that is wrong at once; raises `CheckpointError`."""
+    # A tensor without elements, as transformers writes for networks of width 0, says nothing.
+    unexpected = [name for name, header in found.items() if name not in rules.of_tensors and 0 not in header.shape]
+    for ending, name in FOREIGN.items():
+        if any(each.endswith(ending) for each in unexpected):
+            raise not_read(directory, name)
+    shapes, dtypes = [], []
+    for name, rule in rules.of_tensors.items():
+        shape, dtype = (found[name].shape, found[name].dtype) if name in found else (rule.shapes[0], rule.dtypes[0])
+        if shape not in rule.shapes:
+            wanted = " or ".join(str(list(each)) for each in rule.shapes)
+            shapes.append(f"{name} (must be {wanted}, got {list(shape)})")
+        if dtype not in rule.dtypes:
+            plain = dtype in SMALL and rule.dtypes == FLOATS and name.endswith("proj.weight")
+            hint = ", and nothing says that it is stored in 8 bits" if plain else ""
+            dtypes.append(f"{name} (must be {', '.join(rule.dtypes)}, got {dtype}{hint})")
+    kinds = {
+        "missing": [name for name in rules.wanted if name not in found],
+        "unexpected": unexpected,
+        "of another shape": shapes,
+        "of another dtype": dtypes,
     }
-    known |= scales
-    kinds = (
-        ("missing", [name for name in (*wanted, *scales) if name not in found]),
-        # A tensor without elements, as transformers writes for networks of width 0, says nothing.
-        ("unexpected", [name for name, shape in found.items() if name not in known and 0 not in shape]),
-        (
-            "of another shape",
-            [
-                f"{name} (must be {list(shape)}, got {list(found[name])})"
-                for name, shape in known.items()
-                if found.get(name, shape) != shape
-            ],
-        ),
-        ("of another dtype", _ill_typed(config, known, dtypes)),
-    )
-    lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names]
+    lines = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
     if lines:
         raise CheckpointError(f"{directory}: tensors must be those of config.json\n  " + "\n  ".join(lines))
-    return known
-
-
-def _ill_typed(config: ModelConfig, known: Shapes, dtypes: Mapping[str, str]) -> list[str]:
-    """Tensors of a dtype that is not read; FP8 only for projections, and only where the configuration says so."""
-    wrong = []
-    for name in known:
-        allowed: tuple[str, ...] = ("F32",) if name.endswith(FACTORS) else DTYPES
-        if config.fp8 and is_projection(name):
-            allowed = (*DTYPES, FP8)
-        if dtypes.get(name, allowed[0]) not in allowed:
-            hint = "" if dtypes[name] != FP8 or config.fp8 else ", and config.json has no quantization_config"
-            wrong.append(f"{name} (must be {', '.join(allowed)}, got {dtypes[name]}{hint})")
-    return wrong
 
 
 def _some(names: Sequence[str]) -> str:

@@ -67,3 +67,8 @@ def quantize_int8(weight: torch.Tensor) -> Quantized[torch.Tensor]:
     step = torch.where(scale == 0, 1, scale).unsqueeze(-1)
     # The step of a row of subnormal numbers is rounded so coarsely that 127 of it may not reach the largest.
     return Quantized((wide / step).round_().clamp_(-127, 127).to(torch.int8), scale)
+
+
+def dequantize_int8(weight: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """An int8 weight [F, D] and its steps [F] -> [F, D] in `dtype`; the product is in float32 and rounded once."""
+    return weight.to(torch.float32).mul_(scale.to(torch.float32).unsqueeze(-1)).to(dtype)

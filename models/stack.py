@@ -16,7 +16,8 @@ from mla_fx.effects import Aval, Group, Step, Value, parameters, scope, staged, 
 from mla_fx.exchange import all_gather, all_reduce
 from mla_fx.feed_forward import mlp, moe
 from mla_fx.models.config import ModelConfig
-from mla_fx.models.parameters import ModelParams, MtpParams, model_avals, mtp_avals
+from mla_fx.models.parameters import ModelParams, MtpParams
+from mla_fx.models.weights import model_avals, mtp_avals
 from mla_fx.parameters import Cache, LayerParams, MoeParams
 from mla_fx.projections import add, embedding, linear, rms_norm, rope_angles, take_rows
 

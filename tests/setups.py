@@ -14,7 +14,8 @@ from mla_fx.batch import Planned
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Program, Step
 from mla_fx.models import Checkpoint, Loader, ModelConfig, model_step, write_checkpoint
-from mla_fx.parameters import Cache, random_attention, shard_attention
+from mla_fx.parameters import Cache
+from mla_fx.weights import random_attention, shard_attention
 
 CONFIG = MlaConfig(
     hidden_size=24,

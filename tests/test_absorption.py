@@ -10,8 +10,8 @@ import torch
 from mla_fx import backends, orchestrations
 from mla_fx.config import MlaConfig
 from mla_fx.effects import schedule
-from mla_fx.parameters import FullAttention, QueryLora, random_attention, shard_attention
 from mla_fx.rope import frequencies
+from mla_fx.weights import random_attention, shard_attention
 from tests.setups import CONFIG, Setup
 
 
@@ -29,22 +29,23 @@ def rotate(x: torch.Tensor, config: MlaConfig) -> torch.Tensor:
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
 
 
-def plain_mla(x: torch.Tensor, full: FullAttention, config: MlaConfig) -> torch.Tensor:
+def plain_mla(x: torch.Tensor, full: dict[str, torch.Tensor], config: MlaConfig) -> torch.Tensor:
     """Causal multi-head attention over one sequence [S, D] with expanded keys and values."""
     c, length, heads = config, x.shape[0], config.num_attention_heads
-    if isinstance(full.query, QueryLora):
-        q = norm(x @ full.query.q_a_proj.T, full.query.q_a_layernorm) @ full.query.q_b_proj.T
+    w = {name.removesuffix(".weight"): tensor for name, tensor in full.items()}
+    if c.q_lora_rank is not None:
+        q = norm(x @ w["q_a_proj"].T, w["q_a_layernorm"]) @ w["q_b_proj"].T
     else:
-        q = x @ full.query.q_proj.T
+        q = x @ w["q_proj"].T
     q_nope, q_rope = q.view(length, heads, -1).split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-    compressed, k_rope = (x @ full.kv_a_proj_with_mqa.T).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-    kv = (norm(compressed, full.kv_a_layernorm) @ full.kv_b_proj.T).view(length, heads, -1)
+    compressed, k_rope = (x @ w["kv_a_proj_with_mqa"].T).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+    kv = (norm(compressed, w["kv_a_layernorm"]) @ w["kv_b_proj"].T).view(length, heads, -1)
     k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
     q = torch.cat([q_nope, rotate(q_rope, c)], dim=-1)
     k = torch.cat([k_nope, rotate(k_rope[:, None], c).expand(-1, heads, -1)], dim=-1)
     scores = torch.einsum("ihd,jhd->hij", q, k) * c.softmax_scale
     scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
-    return torch.einsum("hij,jhv->ihv", scores.softmax(-1), v).flatten(1) @ full.o_proj.T
+    return torch.einsum("hij,jhv->ihv", scores.softmax(-1), v).flatten(1) @ w["o_proj"].T
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

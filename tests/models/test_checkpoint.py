@@ -1,12 +1,6 @@
-"""A checkpoint directory: verified as a whole, everything wrong told at once; what is written can be opened.
-
-At the end, how much memory loading takes.
-"""
+"""A checkpoint directory: verified as a whole, everything wrong told at once; what is written can be opened."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,8 +13,7 @@ from mla_fx import MlaConfig
 from mla_fx.config import MoeConfig
 from mla_fx.effects import InputError
 from mla_fx.models import Checkpoint, CheckpointError, small_config, write_checkpoint
-from mla_fx.models.quantize import scale_shape
-from mla_fx.models.tensors import expected, prediction
+from mla_fx.models.weights import expected, prediction
 
 TINY = evolve(
     small_config(),
@@ -41,7 +34,7 @@ TINY = evolve(
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=7, n_shared_experts=2, n_group=2, topk_group=1
     ),
 )
-FP8 = evolve(TINY, fp8=True)
+FP8 = evolve(TINY, storage="fp8")
 MTP = evolve(TINY, num_nextn_predict_layers=2)
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
@@ -72,7 +65,7 @@ def test_missing_unexpected_misshapen_and_ill_typed_are_told_at_once(directory):
         for expert in range(4):
             del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
         del tensors["model.norm.weight"], tensors["lm_head.weight"]
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+        tensors["model.layers.0.self_attn.sinks"] = torch.zeros(2)
         tensors[O_PROJ] = torch.zeros(24, 19)
         tensors["model.layers.0.self_attn.kv_a_layernorm.weight"] = torch.ones(8, dtype=torch.int32)
 
@@ -80,7 +73,7 @@ def test_missing_unexpected_misshapen_and_ill_typed_are_told_at_once(directory):
     up = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(4)]
     assert refused(directory) == [
         f"6 missing: {', '.join(up)}, model.norm.weight, and 1 more",
-        "1 unexpected: model.layers.0.self_attn.rotary_emb.inv_freq",
+        "1 unexpected: model.layers.0.self_attn.sinks",
         f"1 of another shape: {O_PROJ} (must be [24, 20], got [24, 19])",
         "1 of another dtype: model.layers.0.self_attn.kv_a_layernorm.weight (must be BF16, F16, F32, F64, got I32)",
     ]
@@ -115,7 +108,7 @@ def test_missing_unexpected_misshapen_and_ill_typed_are_told_at_once(directory):
     ],
 )
 def test_names_and_shapes(name, shape):
-    assert expected(TINY)[name] == shape
+    assert expected(TINY)[name].shape == shape
 
 
 def test_every_tensor_is_asked_for():
@@ -127,9 +120,9 @@ def test_every_tensor_is_asked_for():
     assert len(expected(evolve(TINY, moe=None))) == 3 + 2 * dense
     plain = expected(evolve(TINY, attention=evolve(TINY.attention, q_lora_rank=None)))
     assert len(plain) == len(expected(TINY)) - 4
-    assert plain["model.layers.1.self_attn.q_proj.weight"] == (40, 24)
+    assert plain["model.layers.1.self_attn.q_proj.weight"].shape == (40, 24)
     assert len(prediction(TINY, 2)) == 4 + moe
-    assert prediction(TINY, 2)["model.layers.2.eh_proj.weight"] == (24, 48)
+    assert prediction(TINY, 2)["model.layers.2.eh_proj.weight"].shape == (24, 48)
     v2 = evolve(TINY.moe, topk_method="greedy", scoring_func="softmax", norm_topk_prob=False)
     assert set(expected(TINY)) - set(expected(evolve(TINY, moe=v2))) == {
         "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -142,7 +135,7 @@ def test_every_tensor_is_asked_for():
 def test_prediction_layers_are_there_as_a_whole_or_not_at_all(tmp_path):
     write_checkpoint(tmp_path, MTP)
     assert Checkpoint.open(tmp_path).has_prediction
-    second = {name: torch.zeros(shape) for name, shape in prediction(MTP, 3).items()}
+    second = {name: torch.zeros(weight.shape) for name, weight in prediction(MTP, 3).items()}
     rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in second])
     assert Checkpoint.open(tmp_path).has_prediction
     rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in prediction(MTP, 2)])
@@ -153,6 +146,46 @@ def test_prediction_layers_are_there_as_a_whole_or_not_at_all(tmp_path):
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.2.enorm.weight"))
     rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.zeros(24, 48)}))
     assert refused(tmp_path) == ["1 unexpected: model.layers.4.eh_proj.weight"]
+
+
+@pytest.mark.parametrize("given", [0, None])
+def test_prediction_layers_that_are_not_counted_are_noted(given, tmp_path):
+    """42 tensors of two of them; they are told of, and nothing of them is read."""
+    write_checkpoint(tmp_path, MTP)
+    fields = {**MTP.to_json(), "num_nextn_predict_layers": given}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    checkpoint = Checkpoint.open(tmp_path)
+    count = len(prediction(MTP, 2)) + len(prediction(MTP, 3))
+    assert checkpoint.notes == (
+        f"{count} tensors of prediction layers (2, 3) are not read: config.json has no num_nextn_predict_layers",
+    )
+    assert not checkpoint.has_prediction and set(checkpoint.files) == set(expected(MTP))
+
+
+def test_a_layer_too_many_is_no_prediction_layer(tmp_path):
+    """A decoder layer that the configuration does not count: the configuration is another model's."""
+    write_checkpoint(tmp_path, evolve(TINY, num_hidden_layers=3))
+    (tmp_path / "config.json").write_text(json.dumps(TINY.to_json()))
+    (line,) = refused(tmp_path)
+    layer = len(expected(evolve(TINY, num_hidden_layers=3))) - len(expected(TINY))
+    assert line.startswith(f"{layer} unexpected: model.layers.2.")
+
+
+def test_buffers_that_follow_from_the_configuration_are_noted(directory, caplog):
+    """As files of Moonlight and Kimi have them; that the note is logged, too."""
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
+    rewrite(directory, lambda tensors: tensors.update({name: torch.ones(2) for name in names}))
+    with caplog.at_level("WARNING", logger="mla_fx"):
+        checkpoint = Checkpoint.open(directory)
+    note = "2 buffers of rotary_emb are not read: they follow from config.json"
+    assert checkpoint.notes == (note,) and not set(names) & set(checkpoint.files)
+    assert [record.getMessage() for record in caplog.records] == [f"{directory}: {note}"]
+    rewrite(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.inv_freq": torch.ones(2)}))
+    assert refused(directory) == ["1 unexpected: model.layers.0.self_attn.inv_freq"]
+
+
+def test_nothing_is_noted_where_everything_is_read(directory):
+    assert Checkpoint.open(directory).notes == ()
 
 
 def test_a_prediction_layer_may_have_its_own_embedding_and_head(tmp_path):
@@ -217,7 +250,7 @@ def test_checkpoints_that_transformers_writes(generation, tmp_path):
 
 def test_projections_are_fp8_with_their_factors_beside_them(tmp_path):
     """As published: every projection of the layers, kv_a_proj_with_mqa too; not the gate, norms, tables, eh_proj."""
-    write_checkpoint(tmp_path, evolve(MTP, fp8=True), dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, evolve(MTP, storage="fp8"), dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
     small = {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
     assert {name.split(".")[-2] for name in small} == {
@@ -261,7 +294,7 @@ def test_faults_of_fp8_are_told_at_once(tmp_path):
         f"1 unexpected: {kv_b}_scale_inv",
         f"1 of another shape: {q_b}_scale_inv (must be [1, 1], got [2, 1])",
         f"2 of another dtype: {norm} (must be BF16, F16, F32, F64, got F8_E4M3), "
-        f"{gate}_scale_inv (must be F32, got F64)",
+        f"{gate}_scale_inv (must be F32, BF16, F8_E8M0, got F64)",
     ]
 
 
@@ -273,8 +306,8 @@ def test_fp8_needs_a_quantization_config(directory):
     rewrite(directory, change)
     assert refused(directory) == [
         f"1 unexpected: {O_PROJ}_scale_inv",
-        f"1 of another dtype: {O_PROJ} (must be BF16, F16, F32, F64, got F8_E4M3, and config.json has no "
-        "quantization_config)",
+        f"1 of another dtype: {O_PROJ} (must be BF16, F16, F32, F64, got F8_E4M3, and nothing says that "
+        "it is stored in 8 bits)",
     ]
 
 
@@ -349,78 +382,3 @@ def test_one_tensor_in_two_files(tmp_path):
     save_file({**load_file(second), "model.embed_tokens.weight": torch.zeros(16, 24)}, second)
     with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight must be in one file: got model-00001"):
         Checkpoint.open(tmp_path)
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-#: Loads in a process of its own for each case: what an earlier one freed would hide what a later one takes.
-PEAK = """
-import os, sys, torch
-from mla_fx.models import Checkpoint, Loader
-
-def status(name):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
-
-def load(directory, dtype, quantization):
-    checkpoint = Checkpoint.open(directory)
-    return Loader(checkpoint=checkpoint, rank=0, ranks=2, dtype=dtype, quantization=quantization).model()
-
-tiny, wide, fp8 = sys.argv[1:]
-for directory, dtype, quantization in (
-    (wide, torch.float32, None), (wide, torch.float16, "w8a8"), (wide, torch.bfloat16, None), (fp8, torch.float16, None)
-):
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0
-        continue
-    load(tiny, dtype, quantization)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = status("VmRSS")
-    model = load(directory, dtype, quantization)
-    peak = status("VmHWM") - before
-    leaves = {leaf.data_ptr(): leaf.nbytes for leaf in torch.utils._pytree.tree_leaves(model)}
-    print(os.path.basename(directory), dtype, quantization, sum(leaves.values()), peak, flush=True)
-    os._exit(0)
-"""
-
-
-def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
-    """200 MB in bf16, no tensor of it a twentieth; whatever is converted, the peak stays below 1.2 of a rank's part."""
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("the peak of resident memory cannot be reset: /proc/self/clear_refs is not writable")
-    small = small_config()
-    config = evolve(
-        small,
-        num_hidden_layers=12,
-        num_nextn_predict_layers=0,
-        vocab_size=2048,
-        intermediate_size=1024,
-        attention=evolve(small.attention, hidden_size=512, q_lora_rank=256, kv_lora_rank=128),
-        moe=evolve(small.moe, n_routed_experts=16, moe_intermediate_size=288),
-    )
-    write_checkpoint(tmp_path / "tiny", small)
-    for name, fp8 in (("wide", False), ("fp8", True)):
-        (tmp_path / name).mkdir()
-        tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in expected(config).items()}
-        if fp8:
-            small_ones = [name for name in tensors if name.endswith(("proj.weight", "mqa.weight"))]
-            scales = {f"{name}_scale_inv": torch.ones(scale_shape(tensors[name].shape)) for name in small_ones}
-            ones = {name: torch.full(tensors[name].shape, 0x38, dtype=torch.uint8) for name in small_ones}
-            tensors |= {name: each.view(torch.float8_e4m3fn) for name, each in ones.items()} | scales
-        save_file(tensors, tmp_path / name / "model.safetensors")
-        (tmp_path / name / "config.json").write_text(json.dumps(evolve(config, fp8=fp8).to_json()))
-    run = subprocess.run(
-        [sys.executable, "-c", PEAK, *(str(tmp_path / name) for name in ("tiny", "wide", "fp8"))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    for path in tmp_path.glob("*/model.safetensors"):
-        path.unlink()
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    assert len(lines) == 4
-    for line in lines:
-        *_, own, peak = line.split()
-        assert int(peak) < 1.2 * int(own), line
-        assert int(own) > 40e6

@@ -17,9 +17,8 @@ from mla_fx.config import MoeConfig
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, InputError
 from mla_fx.models import Checkpoint, CheckpointError, Loader, ModelConfig, write_checkpoint
-from mla_fx.models.parameters import model_avals, mtp_avals
 from mla_fx.models.quantize import quantize_int8
-from mla_fx.models.tensors import expected
+from mla_fx.models.weights import expected, model_avals, mtp_avals
 from mla_fx.parameters import Quantized, QueryLora
 
 leaves = torch.utils._pytree.tree_leaves
@@ -294,7 +293,7 @@ def test_8_bit_leaves_are_those_of_the_slices(case, tmp_path):
 def test_fp8_blocks_that_ranks_share(tmp_path):
     """Parts of 48 heads and columns start inside the blocks of 128, whose factors differ by far."""
     attention = evolve(EVEN.attention, hidden_size=150, kv_lora_rank=140, qk_nope_head_dim=45, v_head_dim=47)
-    config = evolve(EVEN, attention=attention, intermediate_size=200, fp8=True)
+    config = evolve(EVEN, attention=attention, intermediate_size=200, storage="fp8")
     write_checkpoint(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_scale_inv")]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mla_fx.models import Checkpoint, small_config, write_checkpoint
 from mla_fx.models.quantize import dequantize_fp8, quantize_fp8, quantize_int8, scale_shape
-from mla_fx.models.tensors import expected
+from mla_fx.models.weights import expected
 
 #: The 254 bytes of e4m3 that are numbers: 0x7f and 0xff are NaN, and there is no infinity.
 FINITE = [byte for byte in range(256) if byte & 0x7F != 0x7F]
@@ -81,13 +81,13 @@ def stored(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fp8")
     base = small_config()
     attention = evolve(base.attention, hidden_size=257, q_lora_rank=130, kv_lora_rank=100, qk_nope_head_dim=20)
-    config = evolve(base, attention=attention, num_hidden_layers=1, moe=None, num_nextn_predict_layers=0, fp8=True)
+    config = evolve(base, attention=attention, num_hidden_layers=1, moe=None, num_nextn_predict_layers=0, storage="fp8")
     write_checkpoint(directory, config)
     tensors = load_file(directory / "model.safetensors")
     right = {}
     for name in ("q_a_proj", "kv_b_proj", "o_proj"):
         full = f"model.layers.0.self_attn.{name}.weight"
-        codes, scale = weight_and_scale(expected(config)[full], seed=len(name))
+        codes, scale = weight_and_scale(expected(config)[full].shape, seed=len(name))
         tensors[full], tensors[f"{full}_scale_inv"] = to_fp8(codes), torch.from_numpy(scale)
         right[full] = torch.from_numpy(defined(codes, scale))
     save_file(tensors, directory / "model.safetensors")
@@ -120,7 +120,7 @@ def test_slices_may_start_inside_a_block(rows, columns, dtype, stored):
 
 @pytest.mark.parametrize("piece", [1, 700, 5000, 1 << 30])
 def test_pieces_of_any_size_give_the_same(piece, stored, monkeypatch):
-    monkeypatch.setattr("mla_fx.models.checkpoint.PIECE", piece)
+    monkeypatch.setattr("mla_fx.models.formats.PIECE", piece)
     checkpoint, right = stored
     for name, whole in right.items():
         found = checkpoint.read(name, dtype=torch.bfloat16, rows=slice(7, 130), columns=slice(60, 99))

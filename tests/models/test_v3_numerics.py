@@ -13,16 +13,14 @@ import torch
 from attrs import evolve
 
 from mla_fx import StepShape, backends, gating, orchestrations
-from mla_fx.backends import cpu, reference
-from mla_fx.backends import Run
+from mla_fx.backends import Run, cpu, reference
 from mla_fx.backends.body import parameters
 from mla_fx.effects import Aval, ops, schedule, trace
 from mla_fx.models import deepseek_v3_config
 from mla_fx.models.engine import Request, Served
-from mla_fx.models.parameters import model_avals, mtp_avals
 from mla_fx.models.prediction import _settled
 from mla_fx.models.quantize import dequantize_fp8, scale_shape
-from mla_fx.models.tensors import prediction
+from mla_fx.models.weights import model_avals, mtp_avals, prediction
 from tests.setups import CONFIG, Setup
 
 V3 = deepseek_v3_config()
@@ -119,7 +117,7 @@ def test_epsilon_of_the_latent_norms_is_not_that_of_the_config():
 def test_tensors_of_the_prediction_layer():
     """Layer 61: the projection takes the embedding first, then the hidden state; an ordinary MoE layer follows."""
     shapes = prediction(V3, 61)
-    assert shapes["model.layers.61.eh_proj.weight"] == (7168, 14336)
+    assert shapes["model.layers.61.eh_proj.weight"].shape == (7168, 14336)
     assert {name.split(".")[3] for name in shapes} == {
         "enorm",
         "hnorm",

@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from attrs import evolve
 
 from mla_fx import StepShape, backends, orchestrations
 from mla_fx.effects import schedule
@@ -11,6 +12,7 @@ from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.tokenizer import Tokenizer
 from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
+from tests.models.small_weights import TINY, logits, write_modelslim
 
 CHECKPOINT, TOKENIZER = Checkpoint.open(DIRECTORY), Tokenizer(DIRECTORY)
 PROBLEMS = problems(4, seed=1)
@@ -40,6 +42,19 @@ def test_step_against_the_reference(emulator, dtype, quantization, ranks):
     assert got[0].std() > 0.5  # something is computed
     for rank in range(1, ranks):
         assert torch.equal(got[0], got[rank])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_int8_weights_of_a_checkpoint(emulator, dtype, tmp_path):
+    """Kept as ModelSlim wrote them: the same steps and integers as on the CPU, by the 8-bit operators in bf16."""
+    attention = evolve(TINY.attention, kv_lora_rank=512, qk_rope_head_dim=64)
+    write_modelslim(tmp_path, evolve(TINY, attention=attention))
+    with emulator.tracing() as trace:
+        got = logits(tmp_path, ascend(2), "w8a8", dtype)
+    want = logits(tmp_path, backends.get("cpu", ranks=2), "w8a8", dtype)
+    deviation = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
+    assert deviation < {"fp32": 1e-4, "bf16": 0.05}[dtype], f"{deviation:.3g}"
+    assert (dtype == "bf16") == any("QuantMatmul" in str(task.name) for task in trace)
 
 
 @each_quantization
