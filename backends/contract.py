@@ -1,4 +1,4 @@
-"""The contract of a rule, held against what it gives: looked at in the first run of an executable, and on the hostile machine.
+"""The contract of a rule, held against what it gives in the first run of an executable, and on the hostile machine.
 
 A result that lies in an operand's memory would be right as long as nothing
 reuses that memory: on a device that queues, that is by luck.

@@ -154,7 +154,7 @@ class Engine:
         self.blocks = BlockManager(self.runner.sharding, shape.blocks)
 
     def __reduce__(self) -> Any:
-        raise TypeError("an engine has caches and executables of its process, and cannot be pickled or copied: make one")
+        raise TypeError("an engine has caches and executables of its process and cannot be pickled or copied: make one")
 
     @property
     def busy(self) -> bool:

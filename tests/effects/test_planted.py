@@ -36,7 +36,7 @@ PLAN, BEFORE, CHECKER = SCHEDULER._Plan, SCHEDULER._Before, LAW._Checker
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def seen(check: Callable[..., Any], *strategies: Any, examples: int = 300) -> str | None:
+def seen(check: Callable[..., Any], *strategies: Any, examples: int = 600) -> str | None:
     """What a property says of the first random example that it fails on; None where it fails on none."""
     once = settings(quick, phases=[Phase.generate], max_examples=examples, report_multiple_bugs=False)
 
@@ -116,7 +116,7 @@ def right_unchecked(step: Any, streams: Any) -> None:
 @pytest.mark.parametrize("fault", IN_THE_SCHEDULER)
 def test_a_fault_of_the_scheduler_is_seen(monkeypatch, fault):
     IN_THE_SCHEDULER[fault](monkeypatch)
-    by_law = seen(legal, toys.steps(), toys.orchestrations())
+    by_law = seen(legal, toys.steps(), toys.orchestrations(), examples=1000)
     assert by_law is not None and by_law.startswith("rule "), "the law sees nothing"
     by_machine = seen(right_unchecked, toys.steps(), toys.orchestrations())
     assert by_machine is not None and by_machine.startswith("wrong under seed "), "the machine sees nothing"

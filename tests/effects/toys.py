@@ -174,7 +174,10 @@ def put(name: str) -> Input:
 
 
 #: What random steps are made of; the more often a kind stands here, the more often it is drawn.
-KINDS: tuple[type[Toy], ...] = (One, One, Two, Two, Fork, Scratch, Scratch, Room, Both, Exchange, Swap, Update, Update)
+KINDS: tuple[type[Toy], ...] = (
+    *(One, One, Two, Two, Fork, Scratch, Scratch, Room, Room, Both),
+    *(Exchange, Swap, Update, Update),
+)
 GROUPS = (DCP, TP)
 
 

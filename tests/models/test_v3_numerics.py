@@ -66,7 +66,9 @@ def test_weights_are_unbiased_and_sum_to_the_factor(backend):
         plain = [1 / (1 + math.exp(-logits[t, x].item())) for x in experts[t].tolist()]
         for weight, p in zip(weights[t].tolist(), plain, strict=True):
             assert weight == pytest.approx(2.5 * p / (sum(plain) + 1e-20), rel=1e-12)
-    nothing, _ = backend.RULES[ops.GatingTopK](torch.full_like(logits, -math.inf), bias, **fields)
+    nothing, _ = backend.TABLE.rules[ops.GatingTopK](
+        torch.full_like(logits, -math.inf), bias, run=Run(), **parameters(chosen)
+    )
     assert (nothing == 0).all()  # and not 0 / 0
 
 

@@ -206,7 +206,7 @@ def test_torch_npu_without_cann_is_an_error_that_says_what_to_do():
 def test_nothing_imports_torch_npu_unasked():
     code = """
 import sys
-import mla_fx.backends.ascend, mla_fx.backends.ascend.emulator, mla_fx.backends.torch_streams
+import mla_fx.backends.ascend, mla_fx.backends.ascend.emulator, mla_fx.backends.body
 print([name for name in sys.modules if name.startswith("torch_npu")])
 """
     assert in_a_process_of_its_own(code).stdout == "[]\n"

@@ -136,4 +136,4 @@ def test_a_seed_replays(emulator):
         return [(task.kind, task.stream, task.name) for task in trace]
 
     assert order(3) == order(3)
-    assert len({tuple(order(seed)) for seed in range(6)}) == 6
+    assert len({tuple(order(seed)) for seed in range(12)}) >= 6
