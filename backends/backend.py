@@ -185,7 +185,7 @@ class Executable:
         compiler = set_eval_frame(None)
         try:
             leaves = self.load(arguments)
-            with quiet(self.load.device, inference=self.load.overlaps.written_in_inference_mode(leaves)):
+            with quiet(self.load.device, inference=self.load.overlaps.inference):
                 return self.pack(self.body(leaves))
         finally:
             set_eval_frame(compiler)

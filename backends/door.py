@@ -20,7 +20,7 @@ def refuse_transforms() -> None:
     """Raise `InputError` where a call would be recorded or transformed."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise InputError("an executable must be called outside of torch.func transforms: got a call inside of one")
-    if torch.jit.is_tracing():
+    if torch._C._is_tracing():
         raise InputError("an executable must be called outside of torch.jit.trace: got a call inside of it")
     mode = _get_current_dispatch_mode()
     if mode is not None and type(mode).__name__ in ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"):

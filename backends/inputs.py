@@ -177,7 +177,7 @@ class Loader:
 
     leaves: Leaves
     device: str
-    rows: tuple[tuple[Input, tuple[int, ...], torch.dtype, str, bool, bool], ...]
+    rows: tuple[tuple[int, Input, tuple[int, ...], torch.dtype, str, bool, bool], ...]
     values: "Values"
     overlaps: Overlaps
 
@@ -190,6 +190,7 @@ class Loader:
         states = set(program.states())
         rows = tuple(
             (
+                number * len(ranks),
                 put,
                 put.aval.shape,
                 DTYPES[put.aval.dtype],
@@ -197,7 +198,7 @@ class Loader:
                 put.place == "host",
                 put.name in states,
             )
-            for put in inputs
+            for number, put in enumerate(inputs)
         )
         overlaps = Overlaps(inputs, states, ranks, device, parameters)
         return cls(Leaves(inputs, ranks), device, rows, Values(program, inputs, ranks), overlaps)
@@ -205,11 +206,13 @@ class Loader:
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """The leaves, input after input; raises `InputError` before anything has run."""
         found = self.leaves(arguments)
-        ranks, leaves = self.leaves.ranks, iter(found)
-        for put, shape, dtype, device, host, state in self.rows:
+        ranks = self.leaves.ranks
+        same = self.overlaps.same(found)
+        for at, put, shape, dtype, device, host, state in self.rows:
+            if state and same:
+                continue  # as they were found in the step before
             before = None
-            for rank in ranks:
-                leaf = next(leaves)
+            for rank, leaf in zip(ranks, found[at : at + len(ranks)], strict=True):
                 if leaf is before:
                     continue  # what ranks share, as they do hidden states and tables, is looked at once
                 before = leaf
@@ -227,7 +230,7 @@ class Loader:
                 if not fits:
                     refuse(put, f"{put.name} of rank {rank}", leaf, device)
         self.values.check(found)
-        self.overlaps.check(found)
+        self.overlaps.check(found, same)
         return found
 
 

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -36,16 +37,24 @@ class Overlaps:
             if leaf.numel()
         ]
         self.names += [f"{name} of rank {rank}" for name in parameters for rank in ranks]
-        self.known: list[int] = []  # where the states were in the step before
+        self.known: list[tuple[int, Any, int]] = []  # of every state in the step before: number, reference, address
+        self.inference = False  # whether some of them were made in inference mode, and so can be written in it only
         self.starts: list[int] = []  # of their memory, sorted
         self.spans: list[tuple[int, int, int]] = []  # start, end and number of each, sorted
 
-    def check(self, leaves: Sequence[Any]) -> None:
+    def same(self, leaves: Sequence[Any]) -> bool:
+        """Whether the states are the tensors of the step before, in the same memory."""
+        for n, known, place in self.known:
+            leaf = leaves[n]
+            if known() is not leaf or leaf.data_ptr() != place:
+                return False
+        return bool(self.known)
+
+    def check(self, leaves: Sequence[Any], same: bool) -> None:
         """Raise `InputError` where a state lies in memory that something else lies in too."""
         if not self.states:
             return
-        places = [leaves[n].data_ptr() for n in self.states]
-        if places != self.known:
+        if not same:
             self.known = []
             self.spans = sorted((*_span(leaves[n]), n) for n in self.states if leaves[n].numel())
             self.starts = [start for start, _, _ in self.spans]
@@ -54,17 +63,14 @@ class Overlaps:
                     self.refuse(first, second)
             for span in self.fixed:
                 self.hold(*span)
-            self.known = places
+            self.inference = any([leaves[n].is_inference() for n in self.states])
+            self.known = [(n, ref(leaves[n]), leaves[n].data_ptr()) for n in self.states]
         before = None
         for n in self.others:
             leaf = leaves[n]
             if leaf is not before and leaf.numel():
                 self.hold(*_span(leaf), n)
             before = leaf
-
-    def written_in_inference_mode(self, leaves: Sequence[Any]) -> bool:
-        """Whether some states were made in inference mode, and so can be written in it only."""
-        return any([leaves[n].is_inference() for n in self.states])
 
     def hold(self, start: int, end: int, other: int) -> None:
         """Hold the memory of another input against all states, which do not overlap among themselves."""

@@ -25,16 +25,18 @@ Beside rules, a table may have for an op
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
 
-from mla_fx.effects import Aval, Op, Pass
+from mla_fx.effects import Op, Pass
 
 #: See the top of this file.  A protocol with keywords of its own for every op cannot be written down.
 Rule = Callable[..., Any]
 Form = Callable[[torch.Tensor], torch.Tensor]
+#: `takes(op, *avals)`: why the op cannot run on such operands, in words; None where it can.
+Takes = Callable[..., str | None]
 
 
 @frozen
@@ -43,13 +45,6 @@ class Collective:
 
     send: Rule
     receive: Rule
-
-
-class Takes(Protocol):
-    """Why an op cannot run on such operands, in words; None where it can."""
-
-    def __call__(self, op: Any, *avals: Aval) -> str | None:
-        """Asked once for every launch, when compiling."""
 
 
 class MissingRuleError(LookupError):
@@ -71,7 +66,26 @@ class Table:
 
     def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Table":
         """With rules added or replaced; what the old rule of an op took, and in which form, goes with it."""
-        keep = {
-            name: {op: v for op, v in getattr(self, name).items() if op not in rules} for name in ("takes", "forms")
-        }
-        return evolve(self, rules={**self.rules, **rules}, **keep)
+        takes, forms = (
+            {op: given for op, given in table.items() if op not in rules} for table in (self.takes, self.forms)
+        )
+        return evolve(self, rules={**self.rules, **rules}, takes=takes, forms=forms)
+
+    def with_fusions(self, *fusions: "Fusion") -> "Table":
+        """With fused ops that the backend has an operator for, and the passes that find them."""
+        return evolve(
+            self,
+            rules={**self.rules, **{one.op: one.rule for one in fusions}},
+            takes={**self.takes, **{one.op: one.takes for one in fusions}},
+            passes=(*self.passes, *(one.find for one in fusions)),
+        )
+
+
+@frozen
+class Fusion:
+    """A fused op of one backend: an op with a definition, its rule, what it takes, and the pass that finds it."""
+
+    op: type[Op]
+    rule: Rule
+    takes: Takes
+    find: Pass

@@ -75,14 +75,15 @@ def plan_batch(
     request = torch.repeat_interleave(torch.arange(len(query)), torch.tensor(query, dtype=torch.int64))
     rows = table[request, real // (sharding.block_size * sharding.ranks)].to(torch.int64)
     short = (0,) * (requests - len(query))
+    lengths = query + short  # one object for all ranks, which is looked at once
     local = [sharding.local_lengths(length) for length in history]
     return [
         Batch(
             positions,
             torch.cat([slots, torch.full((padding,), -1, dtype=torch.int64)]),
             table,
-            query + short,
-            tuple(lengths[rank] for lengths in local) + short,
+            lengths,
+            tuple(of_ranks[rank] for of_ranks in local) + short,
         )
         for rank, slots in enumerate(sharding.slots(real, rows))
     ]

@@ -91,7 +91,7 @@ def test_every_op_has_a_rule(backend):
     """What else a backend has a rule for is made of ops, and stands in its own folder."""
     assert set(ops.ALL) <= set(backend.TABLE.rules)
     for op in set(backend.TABLE.rules) - set(ops.ALL):
-        assert op.definition is not Op.definition and op.__module__ == f"{backend.__name__}.{stem(op)}"
+        assert op.definition is not Op.definition and op.__module__ == f"{backend.__name__}.fused.{stem(op)}"
 
 
 @each_backend

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from mla_fx.backends import ascend
+from mla_fx.backends.ascend.fused import write_rows_pair
 from mla_fx.effects import Op, ops
 from mla_fx.effects.op import stem
 from tests.test_imports import ROOT, SOURCES
@@ -68,12 +69,12 @@ def test_a_collective():
 
 
 def test_a_fused_op_of_one_backend():
-    """One file, and its test; and its lines in the backend's table, which is explicit."""
-    assert touched(ascend.write_rows_pair.WriteRowsPair) == {
-        "backends/ascend/write_rows_pair.py",
+    """One file, and its test: what lies in the folder is on."""
+    assert touched(write_rows_pair.WriteRowsPair) == {
+        "backends/ascend/fused/write_rows_pair.py",
         "tests/backends/ascend/test_write_rows_pair.py",
-        "backends/ascend/__init__.py",
     }
+    assert write_rows_pair.FUSION in ascend.fused.ALL and write_rows_pair.find in ascend.TABLE.passes
 
 
 @pytest.mark.parametrize("op", ops.ALL, ids=stem)

@@ -24,6 +24,7 @@ from mla_fx.backends.ascend import (
     absorb_query,
     combine,
     current_attention,
+    fused,
     gating_top_k,
     grouped_linear,
     history_attention,
@@ -36,7 +37,6 @@ from mla_fx.backends.ascend import (
     unpermute_tokens,
     v_up,
     write_rows,
-    write_rows_pair,
 )
 from mla_fx.backends.table import Table
 from mla_fx.effects import InputError, ops
@@ -60,7 +60,6 @@ TABLE: Final = Table(
         ops.UnpermuteTokens: unpermute_tokens.rule,
         ops.VUp: v_up.rule,
         ops.WriteRows: write_rows.rule,
-        write_rows_pair.WriteRowsPair: write_rows_pair.rule,
     },
     takes={
         ops.Combine: combine.takes,
@@ -72,11 +71,9 @@ TABLE: Final = Table(
         ops.QuantLinear: quant_linear.takes,
         ops.UnpermuteTokens: unpermute_tokens.takes,
         ops.WriteRows: write_rows.takes,
-        write_rows_pair.WriteRowsPair: write_rows_pair.takes,
     },
     forms=common.FORMS,
-    passes=(write_rows_pair.find,),
-)
+).with_fusions(*fused.ALL)
 
 
 def require_torch_npu() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
-from mla_fx.backends.ascend import write_rows_pair
-from mla_fx.backends.ascend.write_rows_pair import WriteRowsPair
+from mla_fx.backends.ascend.fused import write_rows_pair
+from mla_fx.backends.ascend.fused.write_rows_pair import WriteRowsPair
 from mla_fx.effects import Aval, InputError, bind, check, on_host, ops, schedule, trace
 from tests.backends.ascend.conftest import close, on_device, random, refused
 from tests.backends.ascend.steps import Trial, equal, leaves, setup

@@ -8,13 +8,14 @@ reference, run the op by its definition.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from attrs import frozen
 
 from mla_fx.backends.ascend.calls import scatter
 from mla_fx.backends.device import Run
+from mla_fx.backends.table import Fusion
 from mla_fx.effects import Aval, Equation, Found, Op, Step, Value, bind, ops, rewrite
 
 
@@ -93,3 +94,6 @@ def find(step: Step) -> Step:
         return Found((other, equation), whole)
 
     return rewrite(step, match)
+
+
+FUSION: Final = Fusion(WriteRowsPair, rule, takes, find)
