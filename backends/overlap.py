@@ -58,9 +58,11 @@ class Overlaps:
             self.known = []
             self.spans = sorted((*_span(leaves[n]), n) for n in self.states if leaves[n].numel())
             self.starts = [start for start, _, _ in self.spans]
-            for (_, end, first), (start, _, second) in pairwise(self.spans):
-                if start < end:
-                    self.refuse(first, second)
+            shared = [
+                sorted((first, second)) for (_, end, first), (start, _, second) in pairwise(self.spans) if start < end
+            ]
+            if shared:
+                self.refuse(*min(shared))  # the same pair, wherever the allocator put them
             for span in self.fixed:
                 self.hold(*span)
             self.inference = any([leaves[n].is_inference() for n in self.states])
