@@ -37,8 +37,9 @@ Leaf = Tensor | Quantized[Tensor]
 
 @define(kw_only=True)
 class Loader:
-    """Reads one rank's part of a checkpoint in `dtype`; `quantization` "w8a8" stores projections in int8.
+    """Reads one rank's part of a checkpoint in `dtype`.
 
+    `quantization` "w8a8": projections are stored in int8, and kept as they are where the checkpoint has them so.
     `progress` shows a bar over the tensors read.  Raises `InputError` for ranks that do not divide the heads.
     """
 
