@@ -141,9 +141,10 @@ class Weight:
         own = share.part(self.cut.units)
         if own.start == own.stop:
             return
-        unit = self.shape[along == "columns"] // self.cut.units
+        unit = self.shape[1 if along == "columns" else 0] // self.cut.units
         taken = slice(own.start * unit, own.stop * unit)
-        height = self.shape[0] if along != "rows" else share.count(self.cut.units) * unit
+        # Rows that each of the tensors one under the other has in the leaf, padding included.
+        height = share.count(self.cut.units) * unit if along == "rows" else self.shape[0]
         for k, name in enumerate(self.names):
             if along == "experts":
                 rows = slice(k * height, (k + 1) * height)

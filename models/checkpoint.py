@@ -8,6 +8,7 @@ What is converted is converted in pieces, so that nothing as large as a tensor
 is made on the way.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -93,32 +94,35 @@ class Checkpoint:
 
         Stays in the mapped file where it is large and nothing has to be converted.
         """
-        (stored,) = self.stored(name, [(rows, columns)])
+        ((stored,),) = self.stored([(name, [(rows, columns)])])
         return stored.read(dtype)
 
-    def stored(self, name: str, parts: Sequence[Part]) -> list[Stored]:
-        """Parts of a tensor, to be read in pieces; slices are without a step, and counted from the front."""
-        with safe_open(self.files[name], "pt") as file:
-            full = self.config.prefix + name
-            found = [
-                Stored(_part(file, full, part), *(each.start or 0 if each else 0 for each in part)) for part in parts
-            ]
-        return [self.format.stored(name, part, self._whole) for part in found] if name in self.small else found
+    def stored(self, wanted: Sequence[tuple[str, Sequence[Part]]]) -> list[list[Stored]]:
+        """Parts of each tensor, to be read in pieces; slices are without a step, and counted from the front.
 
-    def _whole(self, name: str) -> torch.Tensor:
-        with safe_open(self.files[name], "pt") as file:
-            tensor: torch.Tensor = file.get_tensor(self.config.prefix + name)
-        return tensor
+        A file is opened once for all of them, which reads its header, and stays mapped as long as one of the parts is.
+        """
+        with contextlib.ExitStack() as stack:
+            opened: dict[Path, Any] = {}
 
+            def part(name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+                path = self.files[name]
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, "pt"))
+                full = self.config.prefix + name
+                if rows is None and columns is None:
+                    tensor = opened[path].get_tensor(full)
+                else:
+                    tensor = opened[path].get_slice(full)[rows or slice(None), columns or slice(None)]
+                assert isinstance(tensor, torch.Tensor)
+                return tensor
 
-def _part(file: Any, name: str, part: Part) -> torch.Tensor:
-    rows, columns = part
-    tensor: torch.Tensor
-    if rows is None and columns is None:
-        tensor = file.get_tensor(name)
-    else:
-        tensor = file.get_slice(name)[rows or slice(None), columns or slice(None)]
-    return tensor
+            found = []
+            for name, parts in wanted:
+                plain = [Stored(part(name, *each), *(of.start or 0 if of else 0 for of in each)) for each in parts]
+                small = name in self.small
+                found.append([self.format.stored(name, each, part) for each in plain] if small else plain)
+            return found
 
 
 def _files(directory: Path) -> list[Path]:

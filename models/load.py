@@ -28,14 +28,18 @@ from mla_fx.models.weights import layer_prefix, layer_weights, model_weights, mt
 from mla_fx.parameters import AttentionParams, LayerParams, Quantized
 from mla_fx.weights import Place, Weight, shares
 
+#: Experts' tensors that are read from a file opened once; what they take stays in memory together.
+AT_ONCE = 4
+
 Tensor = torch.Tensor
 Leaf = Tensor | Quantized[Tensor]
 
 
 @define(kw_only=True)
 class Loader:
-    """Reads one rank's part of a checkpoint in `dtype`; `quantization` "w8a8" stores projections in int8.
+    """Reads one rank's part of a checkpoint in `dtype`.
 
+    `quantization` "w8a8": projections are stored in int8, and kept as they are where the checkpoint has them so.
     `progress` shows a bar over the tensors read.  Raises `InputError` for ranks that do not divide the heads.
     """
 
@@ -125,15 +129,17 @@ class Loader:
         shape = weight.local(shares(self.rank, self.ranks))
         whole = torch.zeros(shape, dtype=torch.int8 if small else dtype)
         leaf: Leaf = Quantized(whole, torch.zeros(shape[:-1], dtype=wide(self.dtype))) if small else whole
-        for name, places in self._tensors(weight):
-            parts = self.checkpoint.stored(name, [(place.rows, place.columns) for place in places])
-            if parts[0].tensor.shape == shape and not small:
-                leaf = parts[0].read(dtype)
-            else:
-                for place, stored in zip(places, parts, strict=True):
-                    self._fill(leaf, weight, place, stored)
-            if self._bar is not None:
-                self._bar.update()
+        tensors = self._tensors(weight)
+        for some in (tensors[start : start + AT_ONCE] for start in range(0, len(tensors), AT_ONCE)):
+            wanted = [(name, [(place.rows, place.columns) for place in places]) for name, places in some]
+            for (_, places), parts in zip(some, self.checkpoint.stored(wanted), strict=True):
+                if parts[0].tensor.shape == shape and not small:
+                    leaf = parts[0].read(dtype)
+                else:
+                    for place, stored in zip(places, parts, strict=True):
+                        self._fill(leaf, weight, place, stored)
+                if self._bar is not None:
+                    self._bar.update()
         return leaf
 
     def _fill(self, leaf: Leaf, weight: Weight, place: Place, stored: Stored) -> None:

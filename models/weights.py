@@ -14,14 +14,15 @@ from mla_fx.parameters import LayerParams
 from mla_fx.weights import Cut, Kind, Weight, attention_weights, mlp_weights, moe_weights, named
 
 
-def model_weights(config: ModelConfig, *, replicate_query: bool = False) -> ModelParams[Weight]:
-    """Decoder layers, embedding, final norm and head; where embedding and head are tied, they are one weight."""
+def model_weights(
+    config: ModelConfig, *, replicate_query: bool = False, layers: Iterable[int] | None = None
+) -> ModelParams[Weight]:
+    """Embedding, decoder layers (all, or those numbered `layers`), final norm and head, which may be the embedding."""
     table = _table(config, "model.embed_tokens", kind="embedding")
+    numbers = range(config.num_hidden_layers) if layers is None else layers
     return ModelParams(
         embed_tokens=table,
-        layers=[
-            layer_weights(config, layer, replicate_query=replicate_query) for layer in range(config.num_hidden_layers)
-        ],
+        layers=[layer_weights(config, layer, replicate_query=replicate_query) for layer in numbers],
         norm=_norm(config, "model.norm"),
         lm_head=table if config.tie_word_embeddings else _table(config, "lm_head"),
     )
@@ -66,8 +67,12 @@ def mtp_weights(config: ModelConfig, layer: int, *, replicate_query: bool = Fals
 
 def model_avals(config: ModelConfig, shape: StepShape) -> ModelParams[Aval]:
     """Shapes of one rank's part of a model."""
-    own: ModelParams[Aval] = weight_avals(model_weights(config, replicate_query=shape.replicate_query), shape)
-    return own
+    # Layers with the same kind of network have the same shapes: one of each is enough.
+    alike = {config.is_moe(layer): layer for layer in range(config.num_hidden_layers)}
+    weights = model_weights(config, replicate_query=shape.replicate_query, layers=alike.values())
+    own: ModelParams[Aval] = weight_avals(weights, shape)
+    shapes = dict(zip(alike, own.layers, strict=True))
+    return own._replace(layers=[shapes[config.is_moe(layer)] for layer in range(config.num_hidden_layers)])
 
 
 def mtp_avals(config: ModelConfig, shape: StepShape) -> MtpParams[Aval]:
