@@ -16,10 +16,10 @@ from mla_fx import StepShape, backends, gating, orchestrations
 from mla_fx.backends import cpu, reference
 from mla_fx.effects import arg, ops, schedule
 from mla_fx.models import deepseek_v3_config
-from mla_fx.models.engine import Request, Served
 from mla_fx.models.parameters import model_avals, mtp_avals
 from mla_fx.models.prediction import _settled
 from mla_fx.models.quantize import dequantize_fp8, scale_shape
+from mla_fx.models.request import Request, Served
 from mla_fx.models.tensors import prediction
 from tests.setups import CONFIG, Setup
 
@@ -135,7 +135,7 @@ def test_tensors_of_the_prediction_layer():
 
 
 def test_prediction_takes_the_next_token_and_none_at_position_0():
-    request = Request(0, (11, 12, 13, 14), 4, torch.Generator())
+    request = Request(number=0, prompt=(11, 12, 13, 14), max_new_tokens=4)
     assert list(_settled(Served(request, 0, 3, 0, (0,), 8)).tokens) == [-1, 13, 14]
     assert list(_settled(Served(request, 1, 2, 0, (0,), 8)).tokens) == [13, 14]
 

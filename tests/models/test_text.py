@@ -8,7 +8,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from mla_fx.effects import InputError
 from mla_fx.models.addition import DIRECTORY
-from mla_fx.models.tokenizer import TextStream, Tokenizer
+from mla_fx.models.text import TextStream
+from mla_fx.models.tokenizer import Tokenizer
 
 #: GPT-2's names of the 256 bytes, in an order of the library's own.
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
