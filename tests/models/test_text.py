@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from mla_fx.effects import InputError
 from mla_fx.models.addition import DIRECTORY
 from mla_fx.models.text import TextStream
 from mla_fx.models.tokenizer import Tokenizer
@@ -29,6 +28,10 @@ def by_bytes(tmp_path_factory):
 
 MERGES = [("h", "e"), ("he", "l")]
 END = 258
+#: The name of each byte, from the two that every reader of GPT-2's files knows: itself, or counted from 256 on.
+VISIBLE = [c if (c := chr(b)) in BYTES else None for b in range(256)]
+for _hidden, _byte in enumerate(b for b in range(256) if VISIBLE[b] is None):
+    VISIBLE[_byte] = chr(256 + _hidden)
 
 
 def pieces(tokenizer, tokens, cuts=None):
@@ -105,17 +108,59 @@ def test_the_trained_model_has_a_tokenizer():
     assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "{}", '{"model": 3}', "\ufffd"])
-def test_files_that_are_refused(tmp_path, content):
-    path = tmp_path / "tokenizer.json"
-    if content is None:
-        with pytest.raises(InputError, match=rf"^{path}: must be a readable file: got nothing$"):
-            Tokenizer(str(tmp_path))
-        path.mkdir()
-        with pytest.raises(InputError, match=rf"^{path}: must be a readable file: got nothing$"):
-            Tokenizer(tmp_path)
+# --- in proportion to its length ------------------------------------------------
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.special, self.decoded = tokenizer, tokenizer.special, 0
+
+    def decode(self, tokens):
+        self.decoded += len(tokens)
+        return self.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("piece", ["a", "€", "hel", "🙂é", b"\x80", b"\xe2\x82", "<end>"], ids=repr)
+def test_time_is_in_proportion_to_the_length(by_bytes, piece):
+    """Tokens that are decoded, for each that comes: characters, parts of one, bytes that are never one, none at all."""
+    if piece == "<end>":
+        tokens = [END]
     else:
-        path.write_text(content)
-        with pytest.raises(InputError, match=rf"^{path}: must be a tokenizer: .+") as raised:
-            Tokenizer(tmp_path)
-        assert raised.value.__cause__ is None
+        tokens = by_bytes.encode(piece) if isinstance(piece, str) else [BYTES.index(VISIBLE[b]) for b in piece]
+    tokens = tokens * (4000 // len(tokens))
+    counting = Counting(by_bytes)
+    text = "".join(pieces(counting, tokens))
+    assert text == by_bytes.decode(tokens)
+    assert counting.decoded <= 12 * len(tokens)
+
+
+# --- stop strings ---------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.text("abé", max_size=20), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
+def test_text_up_to_the_first_stop_string(by_bytes, text, stops):
+    """Token after token, and a character of two bytes has two: the text before the string that is whole first."""
+    stream, shown = TextStream(by_bytes, stops), ""
+    tokens = by_bytes.encode(text)
+    for place, token in enumerate(tokens):
+        shown += stream.add([token], finished=place == len(tokens) - 1)
+        assert shown == stream.text
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    if ends:
+        seen = text[: ends[0]]
+        text = seen[: min(seen.find(stop) for stop in stops if stop in seen)]
+    assert shown == text
+    assert (stream.stopped is not None) == bool(ends)
+    if ends:
+        assert stream.add(by_bytes.encode("more")) == "" and stream.text == text
+
+
+def test_what_may_begin_a_stop_string_waits(by_bytes):
+    stream = TextStream(by_bytes, ["\n\nQ:"])
+    shown = [stream.add([token]) for token in by_bytes.encode("a\nb\n\nQ; \n\nQ:x")]
+    assert shown == ["a", "", "\nb", "", "", "", "\n\nQ;", " ", "", "", "", "", ""]
+    assert stream.text == "a\nb\n\nQ; "
+    assert stream.stopped == "\n\nQ:"
