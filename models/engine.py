@@ -249,6 +249,8 @@ class Engine:
                 rows = range(at, at + 1 + len(request.drafts))
                 at = rows.stop
                 output, reason = self._take(request, said, rows)
+                if not output.tokens and reason is None:
+                    continue  # nothing is settled: the same again in the next step, without drafts
                 outputs.append(output)
                 count -= len(rows) - len(output.tokens)
             else:
@@ -270,8 +272,11 @@ class Engine:
         request.drafted += len(drafts)
         for row, draft in zip_longest(rows, drafts):
             if not said.finite[row]:
-                request.error = f"logits: must be finite, and are not behind {len(request.tokens)} tokens"
-                reason = "error"
+                # A row attends to the drafts behind it with weight 0, and 0 times NaN is NaN: only without drafts is
+                # it known whose fault this is.
+                if not drafts:
+                    request.error = f"logits: must be finite, and are not behind {len(request.tokens)} tokens"
+                    reason = "error"
                 break
             token = said.token(row, request)
             if request.top_logprobs is not None:

@@ -14,7 +14,7 @@ from mla_fx import StepShape
 from mla_fx.effects import InputError
 from mla_fx.models import Engine, MtpDrafter, Sampling
 from mla_fx.models.addition import DIRECTORY
-from mla_fx.models.sampling import Sampler, distribution, noise
+from mla_fx.models.sampling import distribution, noise
 from tests.models.served import Paged, make_runner, oracle, random_prompts, run, small
 from tests.models.test_sampling import chi_square, most
 
@@ -135,44 +135,49 @@ def test_texts_follow_the_distribution(drafts):
         assert abs(found - right) < 4 * math.sqrt(right * (1 - right) / count)
 
 
-def test_drafts_with_the_same_noise_are_accepted_more_often():
-    """The module's own drafts, drawn and not only the likeliest; the texts are those without drafts."""
-    prompts = random_prompts(4, vocabulary=30, seed=4)
-    texts, accepted = [], []
-    for drafter in (None, MtpDrafter, _greedy):
-        runner = make_runner(DIRECTORY, mtp=drafter is not None)
-        engine = Engine(runner=runner, drafter=drafter(runner, 1) if drafter else None)
+@define
+class Knowing(Guesses):
+    """A drafter that has the model's own logits and draws with the noise of each place."""
+
+    def propose(self, served, hidden):
+        drafts = []
+        for one in served:
+            text = list(one.request.tokens)
+            for ahead in range(self.count):
+                text.append(one.request.sampler.draft(self.runner.logits(text), one.request.tokens, ahead))
+            drafts.append(text[len(one.request.tokens) :])
+        return drafts
+
+
+def test_drafts_that_are_drawn_with_the_same_noise():
+    """From the model's own distribution: all are accepted, where the likeliest tokens are in a third of the cases."""
+    shares = []
+    for drafter in (Knowing, Guesses):
+        runner = paged(requests=4)
+        engine = Engine(runner=runner, drafter=drafter(runner, 2))
+        warm = [Sampling(temperature=1.5, seed=seed) for seed in range(8)]
+        added = [engine.add([3, seed], max_new_tokens=13, sampling=warm[seed]) for seed in range(8)]
+        list(run(engine))
+        assert [r.new_tokens for r in added] == [alone(runner, [3, seed], 13, warm[seed]) for seed in range(8)]
+        shares.append(sum(r.accepted for r in added) / sum(r.drafted for r in added))
+    assert shares[0] == 1
+    assert shares[1] < 0.6
+
+
+def test_drafts_of_the_prediction_module_at_a_temperature():
+    """A real model and its module: texts are those without drafts, and some drafts are accepted."""
+    texts = []
+    for drafts in (0, 2):
+        runner = make_runner(DIRECTORY, mtp=drafts > 0)
+        engine = Engine(runner=runner, drafter=MtpDrafter(runner, drafts) if drafts else None)
         added = [
-            engine.add(prompt, max_new_tokens=24, sampling=Sampling(temperature=3.0, seed=seed))
-            for seed, prompt in enumerate(prompts)
+            engine.add([1, 4, 5, seed], max_new_tokens=16, sampling=Sampling(temperature=1.5, top_k=20, seed=seed))
+            for seed in (6, 7, 8)
         ]
         list(run(engine))
         texts.append([request.new_tokens for request in added])
-        accepted.append(sum(r.accepted for r in added) / max(sum(r.drafted for r in added), 1))
-    assert texts[0] == texts[1] == texts[2]
-    print(f"\naccepted at temperature 3: {accepted[1]:.0%} drawn with the noise, {accepted[2]:.0%} the likeliest")
-    assert accepted[1] > accepted[2] + 0.1
-
-
-def _greedy(runner, count):
-    """The module's likeliest tokens."""
-
-    class Likeliest(MtpDrafter):
-        def propose(self, served, hidden):
-            kept = [one.request.sampler for one in served]
-            for one in served:
-                one.request.sampler = _Unmoved(Sampling(), 0)
-            drafts = super().propose(served, hidden)
-            for one, sampler in zip(served, kept, strict=True):
-                one.request.sampler = sampler
-            return drafts
-
-    return Likeliest(runner, count)
-
-
-class _Unmoved(Sampler):
-    def draft(self, logits, tokens, ahead):
-        return int(logits.argmax())
+    assert texts[0] == texts[1]
+    assert 0 < sum(request.accepted for request in added) < sum(request.drafted for request in added)
 
 
 # --- logprobs ---------------------------------------------------------------
