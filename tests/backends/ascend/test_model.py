@@ -149,7 +149,7 @@ def test_sampling_is_that_of_the_cpu(emulator, monkeypatch):
         asked = [
             Sampling(temperature=30.0, seed=1),
             Sampling(temperature=5.0, top_k=9, top_p=0.9, min_p=0.01, seed=2),
-            Sampling(temperature=5.0, repetition_penalty=1.2, presence_penalty=0.5, seed=3),
+            Sampling(temperature=30.0, repetition_penalty=1.2, presence_penalty=0.5, seed=3),
         ]
         tokens = TOKENIZER.encode(PROBLEMS[0][0])
         requests = [engine.add(tokens, max_new_tokens=6, sampling=one, top_logprobs=2) for one in asked]
