@@ -10,8 +10,10 @@ import sys
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mla_fx.models.addition import DIRECTORY, problems
+from mla_fx.models.tokenizer import Tokenizer
 from tests.test_cli import run
 from tests.test_imports import ROOT
 
@@ -141,6 +143,19 @@ def test_a_prompt_without_a_token(capsys, directory):
     status, out, err = run(capsys, "generate", "--model", str(directory), "--prompt", PROMPTS[0], "--prompt", "")
     assert status == 2 and not out
     assert err == "mla-fx generate: --prompt: must have at least one token: got '', and nothing is put around it\n"
+
+
+def test_a_text_that_ends_in_an_error(capsys, directory):
+    """One prompt has a token whose embedding is infinite: it is named, the other is answered, the status is 1."""
+    tensors = load_file(directory / "model.safetensors")
+    (bad,) = Tokenizer(directory).encode("6")[1:]
+    tensors["model.embed_tokens.weight"][bad] = float("inf")
+    (directory / "model.safetensors").unlink()
+    save_file(tensors, directory / "model.safetensors")
+    asked = ("--prompt", PROMPTS[0], "--prompt", "6 + 1 =", "--dtype", "fp32")
+    status, out, err = run(capsys, "generate", "--model", str(directory), *asked)
+    assert status == 1 and texts(out) == [(PROMPTS[0], ANSWERS[0]), ("6 + 1 =", "")]
+    assert "mla-fx generate: prompt 2: logits: must be finite, and are not behind 5 tokens\n" in err
 
 
 def test_text_comes_as_it_is_generated():
