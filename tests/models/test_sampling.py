@@ -58,15 +58,16 @@ def test_filters_are_those_of_transformers(seed, temperature, top_k, top_p, min_
     seed=st.integers(0, 1000),
     repetition=st.sampled_from([0.5, 1.0, 1.3]),
     presence=st.sampled_from([-1.0, 0.0, 0.7]),
+    shift=st.sampled_from([0.0, -10.0]),  # the likeliest tokens have positive logits, or all are negative
     prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6),
     text=st.lists(st.integers(0, VOCABULARY - 1), max_size=8),
 )
-def test_penalties(seed, repetition, presence, prompt, text):
+def test_penalties(seed, repetition, presence, shift, prompt, text):
     """Repetition by transformers, presence by hand; token after token, as a text grows."""
     sampling = Sampling(repetition_penalty=repetition, presence_penalty=presence)
     sampler = Sampler(sampling, prompt=len(prompt))
     for end in range(len(text) + 1):
-        logits, tokens = random_logits(seed + end), [*prompt, *text[:end]]
+        logits, tokens = random_logits(seed + end) + shift, [*prompt, *text[:end]]
         right = logits.double()[None]
         if repetition != 1:
             right = independent.RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([tokens]), right.clone())
