@@ -6,8 +6,10 @@ An edge of the package: it chooses backends and reads checkpoints.
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -51,14 +53,18 @@ reference, relative to their root mean square.
 """
 _GENERATE = """
 Generate text with a DeepSeek model: a checkpoint directory with config.json,
-safetensors (bf16, fp16, fp32, or FP8 in blocks) and tokenizer.json, or the
-small trained model that ships with the package, which adds numbers.
+safetensors (bf16, fp16, fp32, or FP8 in blocks) and tokenizer.json or
+tiktoken.model, or the small trained model that ships with the package, which
+adds numbers.
 
 Prompts are served together by continuous batching and chunked prefill; text is
-printed as it comes, prompt after prompt.  At the end, on the error stream:
-tokens per second, time to first token, and the acceptance rate of drafts.
-Decoding is greedy unless --temperature is given; drafts never change what is
-generated.  Ctrl-C stops.
+printed as it comes, prompt after prompt.  With --chat they are the turns of one
+conversation, in the form of the checkpoint's chat template.  At the end, on the
+error stream: tokens per second, time to first token, the acceptance rate of
+drafts, the hit rate of the prefix cache, what the tokenizer puts around a text.
+
+What no option says is as in generation_config.json; without that, greedy.
+Ctrl-C stops.
 """
 _SHOW = """
 Print the program of an orchestration: what is staged, launches with their
@@ -83,7 +89,8 @@ _EXAMPLES = {
     "generate": [
         "mla-fx generate --prompt '347 + 25 =' --prompt '9 + 4 ='",
         "mla-fx generate --drafts 2 --ranks 4 --quantization w8a8",
-        "mla-fx generate --model DIR --prompt '1 2 3' --max-new-tokens 20",
+        "mla-fx generate --model DIR --prompt '1 2 3' --max-new-tokens 20 --temperature 0.6 --top-p 0.95",
+        "mla-fx generate --model DIR --chat --system '1 + 1 =' --prompt '2 + 3 =' --prompt '4 + 5 ='",
     ],
     "show": [
         "mla-fx show --orchestration exchange-aside --mode conservative",
@@ -99,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (2: bad arguments or input, 130: stopped with Ctrl-C)."""
     options = _parser().parse_args(arguments)
     try:
+        _must_be_directory(options.model)
         status: int = options.run(options)
         return status
     except (InputError, ShapeError, ScheduleError, LawError) as error:
@@ -110,6 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _must_be_directory(model: str | None) -> None:
+    if model is None or Path(model).is_dir():
+        return
+    error = f"--model: must be a checkpoint directory: got {model!r}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        error += (
+            f"; if that is a model's name on the Hugging Face hub, `hf download {model} --local-dir DIR` fetches it"
+        )
+    raise InputError(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -229,12 +248,22 @@ def _decode_options(parser: argparse.ArgumentParser) -> None:
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
-    add("--max-new-tokens", type=_count, default=32, metavar="N", help="tokens a prompt, at most (default %(default)s)")
+    add("--chat", action="store_true", help="prompts, or lines of standard input, are the turns of one conversation")
+    add("--system", metavar="TEXT", help="what the system says before a conversation")
+    add("--max-new-tokens", type=_count, metavar="N", help="tokens a prompt, at most (default: the model's, or 32)")
     add("--drafts", type=_natural, default=0, metavar="K", help="tokens the prediction module drafts (default 0)")
     add("--chunk", type=_count, default=64, metavar="T", help="tokens of a step, at most (default %(default)s)")
     add("--blocks", type=_count, metavar="C", help="cache blocks of a rank (default: enough for all requests)")
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy (default 0)")
+    add("--no-prefix-cache", action="store_true", help="share no blocks between prompts that begin alike")
     add("--ignore-end", action="store_true", help="go on behind the end of a text")
+    add("--stop", action="append", metavar="TEXT", help="a text that ends the output; may be given several times")
+    add("--logprobs", type=_natural, metavar="K", help="print each token's logprob and those of the K likeliest")
+    add("--temperature", type=float, help="of sampling; 0 is greedy (default: the model's, or 0)")
+    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: from all")
+    add("--top-p", type=float, metavar="P", help="sample from the fewest tokens that are P likely together")
+    add("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the likeliest")
+    add("--repetition-penalty", type=float, metavar="X", help="makes tokens of prompt and text less likely (above 1)")
+    add("--presence-penalty", type=float, metavar="X", help="subtracted from the logits of tokens of the text")
 
 
 def _natural(text: str) -> int:

@@ -4,95 +4,194 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attrs import asdict, field, frozen
 
 from mla_fx import Sharding, StepShape
 from mla_fx.cli_backend import chosen, dtype
 from mla_fx.effects import InputError, Orchestration
-from mla_fx.models import Checkpoint, Engine, MtpDrafter, Request, Runner
+from mla_fx.models import Checkpoint, Engine, MtpDrafter, Request, Runner, Sampling, load_generation_config
 from mla_fx.models.addition import DIRECTORY, problems
-from mla_fx.models.tokenizer import TextStream, Tokenizer
+from mla_fx.models.sampling import FIELDS
+from mla_fx.models.tokenizer import Tokenizer
+
+#: Tokens that a text may have where neither the user nor the checkpoint says it.
+MAX_NEW_TOKENS = 32
+#: Tokens that a conversation from standard input may have where neither `--blocks` nor the model says it.
+CONVERSATION = 4096
+
+
+@frozen(kw_only=True)
+class Asked:
+    """What is asked for: the options, with what the checkpoint says where they say nothing."""
+
+    options: argparse.Namespace
+    orchestration: Orchestration
+    tokenizer: Tokenizer
+    sampling: Sampling
+    end: tuple[int, ...]
+    max_new_tokens: int
+    requests: list[Request] = field(factory=list)
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, orchestration: Orchestration) -> "Asked":
+        """Read tokenizer and defaults; no weight is read yet."""
+        directory = options.model or DIRECTORY
+        tokenizer, defaults = Tokenizer(directory), load_generation_config(directory)
+        given = {name: getattr(options, name) for name in FIELDS if getattr(options, name) is not None}
+        return cls(
+            options=options,
+            orchestration=orchestration,
+            tokenizer=tokenizer,
+            sampling=Sampling(**asdict(defaults.sampling) | given),
+            end=() if options.ignore_end else defaults.eos_token_id,
+            max_new_tokens=options.max_new_tokens or defaults.max_new_tokens or MAX_NEW_TOKENS,
+        )
+
+    def engine(self, longest: int | None) -> Engine:
+        """The model on its backend, with blocks for requests of `longest` positions unless `--blocks` is given.
+
+        Without a `longest`, a request may have as many as the blocks hold, or as the model takes.
+        """
+        options = self.options
+        checkpoint, backend = Checkpoint.open(options.model or DIRECTORY), chosen(options)
+        sharding = Sharding(ranks=options.ranks, interleave=options.interleave, block_size=options.block_size)
+        if longest is None:
+            longest = min(checkpoint.config.max_position_embeddings or CONVERSATION, CONVERSATION)
+            width = options.blocks or sharding.blocks(longest + options.drafts)
+        else:
+            width = sharding.blocks(longest + options.drafts)
+        shape = StepShape(
+            ranks=options.ranks,
+            requests=options.requests,
+            blocks=options.blocks or options.requests * width,
+            block_size=options.block_size,
+            table_width=width,
+            dtype=dtype(options, checkpoint.config, backend),
+            replicate_query=options.replicate_query,
+            quantization=options.quantization,
+        )
+        runner = Runner.load(
+            checkpoint,
+            backend,
+            shape=shape,
+            mtp=options.drafts > 0,
+            interleave=options.interleave,
+            orchestration=self.orchestration,
+            mode=options.mode,
+            progress=True,
+        )
+        return Engine(
+            runner=runner,
+            chunk=options.chunk,
+            drafter=MtpDrafter(runner, options.drafts) if options.drafts else None,
+            end=self.end,
+            tokenizer=self.tokenizer,
+            prefix_cache=not options.no_prefix_cache,
+        )
+
+    def add(self, engine: Engine, tokens: Sequence[int]) -> Request:
+        """Queue a prompt; each has a seed of its own, the next after that of the one before."""
+        sampling = asdict(self.sampling) | {"seed": self.sampling.seed + len(self.requests)}
+        request = engine.add(
+            tokens,
+            max_new_tokens=self.max_new_tokens,
+            sampling=Sampling(**sampling),
+            stop=self.options.stop or (),
+            top_logprobs=self.options.logprobs,
+        )
+        self.requests.append(request)
+        return request
+
+    def report(self, engine: Engine, seconds: float) -> None:
+        """What there is to say besides the text, on the error stream, so that text alone can be piped on."""
+        for line in _figures(self.requests, engine, seconds):
+            print(line, file=sys.stderr)
+        around = self.tokenizer.around
+        marks = [self.tokenizer.name(token) for token in (*around.front, *around.behind)]
+        if not self.options.chat:
+            print(f"around each prompt, by {around.file}: {' '.join(marks) or 'nothing'}", file=sys.stderr)
+        for request in self.requests:
+            _print_logprobs(self.tokenizer, request)
+            if request.error:
+                print(f"mla-fx generate: prompt {request.number + 1}: {request.error}", file=sys.stderr)
 
 
 def generate(options: argparse.Namespace, orchestration: Orchestration) -> int:
-    """Run the command with parsed options; returns the exit status."""
-    if options.model and not options.prompt:
+    """Run the command with parsed options; returns the exit status (1: a text ended in an error)."""
+    if options.system is not None and not options.chat:
+        raise InputError(f"--system: is for --chat: got {options.system!r}")
+    if options.model and not options.prompt and not options.chat:
         raise InputError("--prompt: must be given with --model: got none")
-    prompts = options.prompt or [prompt for prompt, _ in problems(3, seed=options.seed)]
-    checkpoint, tokenizer = Checkpoint.open(options.model or DIRECTORY), Tokenizer(options.model or DIRECTORY)
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    engine = _engine(options, orchestration, checkpoint, max(map(len, encoded)) + options.max_new_tokens)
-    requests = [
-        engine.add(tokens, max_new_tokens=options.max_new_tokens, seed=options.seed + number)
-        for number, tokens in enumerate(encoded)
-    ]
+    asked = Asked.of(options, orchestration)
+    engine, steps = (_chat if options.chat else _prompts)(asked)
     start = time.perf_counter()
     try:
-        _stream(engine, tokenizer, prompts, requests)
+        for text in steps:
+            print(text, end="", flush=True)
     finally:
-        _report(requests, time.perf_counter() - start)
-    return 0
+        asked.report(engine, time.perf_counter() - start)
+    return 1 if any(request.error for request in asked.requests) else 0
 
 
-def _engine(options: argparse.Namespace, orchestration: Orchestration, checkpoint: Checkpoint, longest: int) -> Engine:
-    """The model on its backend, with blocks for the longest requests unless their number is given."""
-    backend = chosen(options)
-    sharding = Sharding(ranks=options.ranks, interleave=options.interleave, block_size=options.block_size)
-    width = sharding.blocks(longest + options.drafts)
-    shape = StepShape(
-        ranks=options.ranks,
-        requests=options.requests,
-        blocks=options.blocks or options.requests * width,
-        block_size=options.block_size,
-        table_width=width,
-        dtype=dtype(options, checkpoint.config, backend),
-        replicate_query=options.replicate_query,
-        quantization=options.quantization,
-    )
-    runner = Runner.load(
-        checkpoint,
-        backend,
-        shape=shape,
-        mtp=options.drafts > 0,
-        interleave=options.interleave,
-        orchestration=orchestration,
-        mode=options.mode,
-        progress=True,
-    )
-    return Engine(
-        runner=runner,
-        chunk=options.chunk,
-        temperature=options.temperature,
-        drafter=MtpDrafter(runner, options.drafts) if options.drafts else None,
-        end=() if options.ignore_end else checkpoint.config.eos_token_id,
-    )
+def _prompts(asked: Asked) -> tuple[Engine, Iterator[str]]:
+    """Prompts that are served together."""
+    prompts = asked.options.prompt or [prompt for prompt, _ in problems(3, seed=asked.options.seed)]
+    encoded = [asked.tokenizer.encode(prompt) for prompt in prompts]
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        if not tokens:
+            raise InputError(f"--prompt: must have at least one token: got {prompt!r}, and nothing is put around it")
+    engine = asked.engine(max(map(len, encoded)) + asked.max_new_tokens)
+    for tokens in encoded:
+        asked.add(engine, tokens)
+    return engine, _stream(engine, prompts, asked.requests)
 
 
-def _stream(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str], requests: Sequence[Request]) -> None:
-    """Print prompt after prompt with its text; the first one that is not finished as its text comes."""
-    streams = {request.number: TextStream(tokenizer) for request in requests}
-    texts = dict.fromkeys(streams, "")
-    finished: set[int] = set()
+def _stream(engine: Engine, prompts: Sequence[str], requests: Sequence[Request]) -> Iterator[str]:
+    """Prompt after prompt with its text; of the first one that is not finished as its text comes."""
+    texts = {request.number: "" for request in requests}
     front = 0
-    print(f"> {prompts[0]}", flush=True)
+    yield f"> {prompts[0]}\n"
     for output in engine.run():
-        number = output.request.number
-        texts[number] += streams[number].add(output.tokens, finished=output.finished)
-        if output.finished:
-            finished.add(number)
+        texts[output.request.number] += output.text
         while front < len(requests):
-            print(texts[front], end="", flush=True)
-            texts[front] = ""
-            if front not in finished:
+            yield texts[requests[front].number]
+            texts[requests[front].number] = ""
+            if requests[front].finish_reason is None:
                 break
-            print(flush=True)
             front += 1
-            if front < len(requests):
-                print(f"> {prompts[front]}", flush=True)
+            yield f"\n> {prompts[front]}\n" if front < len(requests) else "\n"
 
 
-def _report(requests: Sequence[Request], seconds: float) -> None:
-    """What it took, on the error stream, so that text alone can be piped on."""
+def _chat(asked: Asked) -> tuple[Engine, Iterator[str]]:
+    """One conversation: prompts, or else lines of standard input, are the user's turns."""
+    options, prompts = asked.options, asked.options.prompt
+    start = [{"role": "system", "content": options.system}] if options.system is not None else []
+    turns: list[dict[str, str]] = []
+    for prompt in prompts or ["?"]:  # one that cannot be rendered is refused before weights are read
+        turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": ""}]
+    whole = len(asked.tokenizer.chat([*start, *turns]))
+    # An answer may have more tokens when its text is encoded again as a part of the next prompt.
+    longest = whole + 2 * asked.max_new_tokens * len(prompts) if prompts else None
+    engine = asked.engine(longest)
+    return engine, _turns(asked, engine, start, prompts or map(str.rstrip, sys.stdin))
+
+
+def _turns(asked: Asked, engine: Engine, messages: list[dict[str, str]], prompts: Any) -> Iterator[str]:
+    """Turn after turn, each with all that was said before."""
+    for prompt in prompts:
+        yield f"> {prompt}\n"
+        messages.append({"role": "user", "content": prompt})
+        request = asked.add(engine, asked.tokenizer.chat(messages))
+        for output in engine.run():
+            yield output.text
+        yield "\n"
+        messages.append({"role": "assistant", "content": request.text})
+
+
+def _figures(requests: Sequence[Request], engine: Engine, seconds: float) -> Iterator[str]:
     tokens = sum(len(request.new_tokens) for request in requests)
     line = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens per second"
     waits = [request.first_token - request.arrived for request in requests if request.first_token is not None]
@@ -103,4 +202,16 @@ def _report(requests: Sequence[Request], seconds: float) -> None:
     if drafted := sum(request.drafted for request in requests):
         accepted = sum(request.accepted for request in requests)
         line += f", {accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})"
-    print(line, file=sys.stderr)
+    yield line
+    blocks = engine.blocks
+    if blocks.asked:
+        found, asked = blocks.found, blocks.asked
+        yield f"prefix cache: {found} of {asked} tokens of prompts found ({found / asked:.0%})"
+
+
+def _print_logprobs(tokenizer: Tokenizer, request: Request) -> None:
+    """A line a token: its logprob and those of the likeliest."""
+    for token, logs in zip(request.new_tokens, request.logprobs, strict=False):
+        best = ", ".join(f"{tokenizer.name(other)!r} {value:.3f}" for other, value in logs.top)
+        line = f"prompt {request.number + 1}: {tokenizer.name(token)!r} {logs.chosen:.3f}"
+        print(f"{line} (likeliest: {best})" if best else line, file=sys.stderr)

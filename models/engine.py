@@ -8,134 +8,54 @@ step; drafts leave room for them, so they delay no prompt for ever.  When blocks
 run out, the request that came last gives its blocks back and starts over later
 from the tokens it has; nothing it said is lost, and the oldest always goes on.
 
-Drafts are verified, not trusted: token g[i] is what the model itself says
-behind draft i, and drafts are accepted up to the first that is not g.  What is
-generated is therefore what plain greedy decoding generates, whatever the
-drafts are.  Source: speculative decoding (arXiv 2211.17192), greedy case.
+Drafts are verified, not trusted: of the tokens that the model says behind each
+draft, those count up to the first that is not the draft itself.  What a request
+says at a position depends on the text before and, where it samples, on its seed
+and the position, so drafts change nothing of it.  Source: speculative decoding
+(arXiv 2211.17192); `sampling` has the case of a temperature above 0.
 """
 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from operator import index
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 from attrs import define, field, frozen
 
 from mla_fx.effects import InputError
 from mla_fx.models.blocks import BlockManager, OutOfBlocksError
+from mla_fx.models.request import (
+    Drafter,
+    FinishReason,
+    Output,
+    Request,
+    Served,
+    counted,
+    end_tokens,
+    prompt_tokens,
+)
 from mla_fx.models.runner import Piece, Runner
-
-
-@define(eq=False)
-class Request:
-    """A prompt and what has been generated behind it; `cached` of its tokens are in the caches.
-
-    `drafts` go into its next step; `drafted` counts those that were verified, `accepted` those that became its tokens.
-    `arrived` and `first_token` are times of `time.perf_counter`.
-    """
-
-    number: int
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    generator: torch.Generator
-    tokens: list[int] = field(init=False)
-    cached: int = 0
-    drafts: list[int] = field(factory=list)
-    drafted: int = 0
-    accepted: int = 0
-    arrived: float = field(factory=time.perf_counter)
-    first_token: float | None = None
-
-    def __attrs_post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """What has been generated."""
-        return self.tokens[len(self.prompt) :]
-
-    @property
-    def left(self) -> int:
-        """How many tokens may still be generated."""
-        return len(self.prompt) + self.max_new_tokens - len(self.tokens)
-
-    @property
-    def pending(self) -> int:
-        """How many of its tokens are not in the caches; always at least one, for the last one says the next."""
-        return len(self.tokens) - self.cached
-
-
-@frozen
-class Served:
-    """What a step settled for a request: `count` positions from `start` on, rows `row` and on of the step.
-
-    `table` are the blocks it holds, `room` how many positions these are.
-    """
-
-    request: Request
-    start: int
-    count: int
-    row: int
-    table: tuple[int, ...]
-    room: int
-
-
-class Drafter(Protocol):
-    """Proposes tokens for the next step, which verifies them."""
-
-    @property
-    def count(self) -> int:
-        """The most drafts a request gets."""
-
-    def propose(self, served: Sequence[Served], hidden: Any) -> list[list[int]]:
-        """Drafts behind the last token of each request, any number up to `count`.
-
-        `hidden` are the step's hidden states of every rank; row `served.row` + i stands at position `start` + i.
-        """
-
-
-@frozen
-class Output:
-    """Tokens that a step generated for a request, and whether it is finished."""
-
-    request: Request
-    tokens: tuple[int, ...]
-    finished: bool
-
-
-def _prompt(given: Iterable[int], vocabulary: int) -> tuple[int, ...]:
-    try:
-        tokens = tuple(index(token) for token in given)
-    except TypeError:
-        raise InputError(f"prompt: each token must be an integer: got {given!r}") from None
-    if not tokens:
-        raise InputError("prompt: must have at least one token: got none")
-    for token in tokens:
-        if not 0 <= token < vocabulary:
-            raise InputError(f"prompt: each token must be in 0..{vocabulary - 1}: got {token}")
-    return tokens
-
-
-def _tokens(end: Iterable[int]) -> frozenset[int]:
-    return frozenset(end)
+from mla_fx.models.sampling import Logprobs, Sampling, logprobs
+from mla_fx.models.text import Decoder, TextStream
 
 
 @define(kw_only=True, eq=False)
 class Engine:
     """Serves requests on a runner, at most `runner.shape.requests` at a time and `chunk` tokens a step.
 
-    Sampling is greedy at temperature 0.  A text ends with a token of `end`, or at its request's limit.
+    A text ends with a token of `end`, at its request's limit, or, where a `tokenizer` makes text of tokens, before one
+    of its stop strings.  With `prefix_cache`, requests that begin alike share the blocks of what they have in common.
     Whatever runs came before whatever waits, and both are in the order of their numbers.
     """
 
     runner: Runner
     chunk: int = 64
-    temperature: float = 0.0
     drafter: Drafter | None = None
-    end: frozenset[int] = field(default=(), converter=_tokens)
+    end: frozenset[int] = field(default=(), converter=end_tokens)
+    tokenizer: Decoder | None = None
+    prefix_cache: bool = True
     blocks: BlockManager = field(init=False)
     waiting: deque[Request] = field(factory=deque, init=False)
     running: list[Request] = field(factory=list, init=False)
@@ -147,13 +67,10 @@ class Engine:
             raise InputError(
                 f"chunk: must be an integer of at least the requests of a step, {shape.requests}: got {self.chunk!r}"
             )
-        if not self.temperature >= 0:
-            raise InputError(f"temperature: must be a number of at least 0: got {self.temperature}")
-        if self.temperature and self.drafter is not None:
-            raise InputError(f"temperature: must be 0 with drafts, which are verified greedily: got {self.temperature}")
-        self.blocks = BlockManager(self.runner.sharding, shape.blocks)
+        ahead = 0 if self.drafter is None else 1  # a drafter may keep a cache, as `MtpDrafter` does
+        self.blocks = BlockManager(self.runner.sharding, shape.blocks, ahead)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str:
         raise TypeError("an engine has caches and executables of its process and cannot be pickled or copied: make one")
 
     @property
@@ -161,15 +78,44 @@ class Engine:
         """Whether a request is running or waiting."""
         return bool(self.running or self.waiting)
 
-    def add(self, prompt: Sequence[int], *, max_new_tokens: int, seed: int = 0) -> Request:
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        top_logprobs: int | None = None,
+    ) -> Request:
         """Queue a prompt; raises `InputError` for one that can never be served.
 
-        `seed` decides what is sampled where the temperature is not 0, whatever else is served beside it.
+        `sampling` is greedy unless given.  A text ends before the first of the strings `stop`.  `top_logprobs` asks for
+        the logprobs of each token and of as many of the likeliest ones.
         """
-        tokens = _prompt(prompt, self.runner.config.vocab_size)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: must be an integer of at least 1: got {max_new_tokens!r}")
-        total, shape = len(tokens) + max_new_tokens, self.runner.shape
+        tokens = prompt_tokens(prompt, self.runner.config.vocab_size)
+        max_new_tokens = counted("max_new_tokens", max_new_tokens, least=1)
+        if top_logprobs is not None:
+            top_logprobs = counted("top_logprobs", top_logprobs, least=0)
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise InputError(f"sampling: must be a Sampling: got {sampling!r}")
+        if stop and self.tokenizer is None:
+            raise InputError(f"stop: must be empty where the engine has no tokenizer: got {stop!r}")
+        stream = TextStream(self.tokenizer, stop) if self.tokenizer is not None else None
+        self._must_fit(len(tokens) + max_new_tokens)
+        request = Request(
+            number=self._count,
+            prompt=tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling or Sampling(),
+            top_logprobs=top_logprobs,
+            stream=stream,
+        )
+        self._count += 1
+        self.waiting.append(request)
+        return request
+
+    def _must_fit(self, total: int) -> None:
+        shape = self.runner.shape
         need, most = self.runner.sharding.blocks(total - 1), min(shape.blocks, shape.table_width)
         if need > most:
             raise OutOfBlocksError(
@@ -181,26 +127,23 @@ class Engine:
             raise InputError(
                 f"max_new_tokens: with the prompt must be at most max_position_embeddings, {limit}: got {total}"
             )
-        generator = torch.Generator().manual_seed(seed)
-        request = Request(self._count, tokens, max_new_tokens, generator)
-        self._count += 1
-        self.waiting.append(request)
-        return request
 
     def abort(self, request: Request) -> None:
         """Give up a request and its blocks; what it generated stays with it."""
         if request in self.running:
-            self.running.remove(request)
-            self.blocks.free(request.number)
+            self._finish(request, "abort")
         elif request in self.waiting:
             self.waiting.remove(request)
+            request.finish_reason = "abort"
         else:
             raise InputError(f"request: must be running or waiting: got number {request.number}")
 
     def run(self) -> Iterator[Output]:
-        """Step until all requests are finished."""
+        """Step until all requests are finished; nothing is given any more of one that was aborted."""
         while self.busy:
-            yield from self.step()
+            for output in self.step():
+                if output.request.finish_reason != "abort":
+                    yield output
 
     def step(self) -> list[Output]:
         """One step of the model for all that run; what it generated."""
@@ -210,7 +153,7 @@ class Engine:
         wanted = [row for part in parts for row in part.wanted]
         filling = any(len(part.piece.tokens) > 1 + len(part.request.drafts) for part in parts)
         logits, hidden = self.runner.forward([part.piece for part in parts], wanted, filling=filling)
-        outputs, settled = self._accept(parts, logits)
+        outputs, settled = self._accept(parts, _Said(logits))
         if self.drafter is not None and settled:
             served = [self._served(part, count) for part, count in settled]
             proposed = self.drafter.propose(served, hidden)
@@ -218,6 +161,8 @@ class Engine:
                 raise InputError(f"drafts: must have a list for each of {len(served)} requests: got {len(proposed)}")
             for one, drafts in zip(served, proposed, strict=True):
                 one.request.drafts = self._allowed(one.request, drafts)
+        for part, _ in settled:
+            self._share(part.request)
         return outputs
 
     # --- which tokens a step processes --------------------------------------
@@ -254,9 +199,11 @@ class Engine:
         while self.waiting and len(self.running) < self.runner.shape.requests:
             request = self.waiting[0]
             try:
-                self.blocks.allocate(request.number, len(request.tokens))
+                self.blocks.allocate(request.number, len(request.tokens), request.tokens if self.prefix_cache else ())
             except OutOfBlocksError:
                 return
+            request.cached = self.blocks.shared(request.number)
+            request.reused += request.cached
             self.running.append(self.waiting.popleft())
 
     def _grow(self, request: Request) -> None:
@@ -291,45 +238,84 @@ class Engine:
 
     # --- what it gave --------------------------------------------------------
 
-    def _accept(self, parts: list["_Part"], logits: torch.Tensor) -> tuple[list[Output], list[tuple["_Part", int]]]:
+    def _accept(self, parts: list["_Part"], said: "_Said") -> tuple[list[Output], list[tuple["_Part", int]]]:
         """Take over what the model says; requests that are finished give their blocks back.
 
         Also the parts of those that go on, each with how many positions are settled.
         """
-        chosen = logits.argmax(1).tolist() if not self.temperature else None
         outputs: list[Output] = []
         settled: list[tuple[_Part, int]] = []
         at = 0
         for part in parts:
-            request, count, drafts = part.request, len(part.piece.tokens), part.request.drafts
-            finished = False
+            request, count = part.request, len(part.piece.tokens)
             if part.last:
-                said = [self._sample(request, logits[at])] if chosen is None else chosen[at : at + 1 + len(drafts)]
-                at += len(said)
-                new = verify(drafts, said)
-                count -= 1 + len(drafts) - len(new)
-                output = self._take(request, new)
-                request.drafted += len(drafts)
-                request.accepted += len(new) - 1
-                request.drafts = []
+                rows = range(at, at + 1 + len(request.drafts))
+                at = rows.stop
+                output, reason = self._take(request, said, rows)
+                if not output.tokens and reason is None:
+                    continue  # nothing is settled: the same again in the next step, without drafts
                 outputs.append(output)
-                finished = output.finished
+                count -= len(rows) - len(output.tokens)
+            else:
+                reason = None
             request.cached += count
-            if not finished:
+            if reason is None:
                 settled.append((part, count))
+            else:
+                self._finish(request, reason)
         return outputs, settled
 
-    def _take(self, request: Request, new: list[int]) -> Output:
-        """Add tokens to a request, up to an end token; it has room for all, having fewer drafts than tokens left."""
-        new = _until(self.end, new)
-        request.tokens += new
-        if request.first_token is None:
-            request.first_token = time.perf_counter()
-        finished = request.left == 0 or new[-1] in self.end
-        if finished:
-            self.running.remove(request)
-            self.blocks.free(request.number)
-        return Output(request, tuple(new), finished)
+    def _take(self, request: Request, said: "_Said", rows: range) -> tuple[Output, FinishReason | None]:
+        """Add tokens to a request, up to the first that is not the draft at its place, or that ends the text."""
+        drafts, request.drafts = request.drafts, []
+        new: list[int] = []
+        logs: list[Logprobs] = []
+        text = ""
+        reason: FinishReason | None = None
+        request.drafted += len(drafts)
+        for row, draft in zip_longest(rows, drafts):
+            if not said.finite[row]:
+                # A row attends to the drafts behind it with weight 0, and 0 times NaN is NaN: only without drafts is
+                # it known whose fault this is.
+                if not drafts:
+                    request.error = f"logits: must be finite, and are not behind {len(request.tokens)} tokens"
+                    reason = "error"
+                break
+            token = said.token(row, request)
+            if request.top_logprobs is not None:
+                logs.append(logprobs(said.row(row), token, request.top_logprobs))
+            request.tokens.append(token)
+            new.append(token)
+            if request.first_token is None:
+                request.first_token = time.perf_counter()
+            reason = self._ended(request)
+            if request.stream is not None:
+                text += request.stream.add([token], finished=reason is not None)
+                reason = "stop" if request.stream.stopped is not None else reason
+            request.accepted += token == draft
+            if reason is not None or token != draft:
+                break
+        if reason == "error" and request.stream is not None:
+            text += request.stream.add([], finished=True)
+        request.logprobs += logs
+        return Output(request, tuple(new), reason is not None, text, tuple(logs)), reason
+
+    def _ended(self, request: Request) -> FinishReason | None:
+        if request.tokens[-1] in self.end:
+            return "stop"
+        return "length" if request.left == 0 else None
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        # A drafter has not seen the last step of a text that is finished, so what that filled is not whole.
+        if reason in ("stop", "length") and self.drafter is None:
+            self._share(request)
+        request.finish_reason = reason
+        self.running.remove(request)
+        self.blocks.free(request.number)
+
+    def _share(self, request: Request) -> None:
+        if self.prefix_cache:
+            self.blocks.fill(request.number, request.tokens, request.cached)
 
     def _served(self, part: "_Part", count: int) -> Served:
         """With blocks for the positions of drafts, where there are any free."""
@@ -345,12 +331,9 @@ class Engine:
                 raise InputError(f"drafts: each must be in 0..{vocabulary - 1}: got {draft!r}")
         if request.pending > 1 or not request.new_tokens or self.drafter is None:
             return []
-        return _until(self.end, drafts[: max(min(self.drafter.count, request.left - 1), 0)])
-
-    def _sample(self, request: Request, logits: torch.Tensor) -> int:
-        wide = logits.cpu().double()
-        weights = torch.softmax((wide - wide.max()) / self.temperature, 0)
-        return int(torch.multinomial(weights, 1, generator=request.generator))
+        drafts = drafts[: max(min(self.drafter.count, request.left - 1), 0)]
+        ends = (place for place, draft in enumerate(drafts, 1) if draft in self.end)
+        return list(drafts[: next(ends, len(drafts))])
 
 
 @frozen
@@ -369,23 +352,25 @@ class _Part:
         return range(end - 1 - len(self.request.drafts) if self.last else end, end)
 
 
-def _until(end: frozenset[int], tokens: Sequence[int]) -> list[int]:
-    """Tokens up to the first of `end`, with it."""
-    for count, token in enumerate(tokens, 1):
-        if token in end:
-            return list(tokens[:count])
-    return list(tokens)
+@define(eq=False)
+class _Said:
+    """A step's logits [rows, V], where the backend has them; a row comes to the host where a request needs it whole."""
 
+    logits: torch.Tensor
+    finite: list[bool] = field(init=False)
+    _best: list[int] = field(init=False)
 
-def verify(drafts: Sequence[int], said: Sequence[int]) -> list[int]:
-    """The tokens that greedy decoding gives: accepted drafts, then what the model says behind the last of them.
+    def __attrs_post_init__(self) -> None:
+        self._best = self.logits.argmax(1).tolist()
+        # A number less itself is 0 unless it is infinite or none: in three operators that every device has.
+        self.finite = (self.logits - self.logits == 0).all(1).tolist()
 
-    `said[i]` is the model's token behind draft i - 1, `said[0]` that behind the last known token.
+    def row(self, row: int) -> torch.Tensor:
+        """One row on the host."""
+        return self.logits[row].cpu()
 
-    >>> verify([7, 8, 9], [7, 8, 1, 2])
-    [7, 8, 1]
-    """
-    accepted = 0
-    while accepted < len(drafts) and drafts[accepted] == said[accepted]:
-        accepted += 1
-    return list(said[: accepted + 1])
+    def token(self, row: int, request: Request) -> int:
+        """The token of a request behind its text so far."""
+        if request.sampling.plain:
+            return self._best[row]
+        return request.sampler.choose(self.row(row), request.tokens)

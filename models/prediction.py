@@ -12,10 +12,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from attrs import frozen
 
 from mla_fx.effects import InputError
-from mla_fx.models.engine import Served
+from mla_fx.models.request import Request, Served
 from mla_fx.models.runner import Piece, Runner
 
 
@@ -44,8 +45,9 @@ class MtpDrafter:
         pieces = [_settled(one) for one in served]
         logits, hidden = self.runner.predict(pieces, hidden, sources, rows, filling=filling)
         while live:
-            for k, token in zip(live, logits.argmax(1).tolist(), strict=True):
-                drafts[k].append(token)
+            best = logits.argmax(1).tolist()
+            for row, k in enumerate(live):
+                drafts[k].append(_draft(served[k].request, best[row], logits[row], len(drafts[k])))
             ahead = [(k, row) for k, row in zip(live, rows, strict=True) if self._further(served[k], len(drafts[k]))]
             if not ahead:
                 break
@@ -58,6 +60,13 @@ class MtpDrafter:
     def _further(self, one: Served, count: int) -> bool:
         """Whether another draft may still count, and there is room for the position it is made at."""
         return count < min(self.count, one.request.left - 1) and one.request.cached + count <= one.room
+
+
+def _draft(request: Request, best: int, logits: torch.Tensor, ahead: int) -> int:
+    """The likeliest token, or one drawn with the noise that the model's own token at that place is drawn with."""
+    if request.sampling.temperature == 0:
+        return best
+    return request.sampler.draft(logits.cpu(), request.tokens, ahead)
 
 
 def _settled(one: Served) -> Piece:

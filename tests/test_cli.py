@@ -79,10 +79,11 @@ def test_decode_solves_problems_when_it_is_asked_nothing(capsys):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A checkpoint of another model, with a tokenizer."""
+    """A checkpoint of another model, with a tokenizer and a chat template."""
     path = tmp_path_factory.mktemp("model")
     write_checkpoint(path, evolve(small_config(), vocab_size=32), shards=2)
     shutil.copy(DIRECTORY / "tokenizer.json", path)
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     return path
 
 
@@ -216,7 +217,7 @@ def test_an_orchestration_and_a_program_of_ones_own(capsys, mine):
         ((*QUICK, "--interleave", "3"), "interleave: must divide block_size, 16: got 3"),
         (("decode", "--prompt", "0"), "--prompt: must be at least 1: got 0"),
         (("decode", "--steps", "2000"), "--steps: prompt and steps must fit max_position_embeddings, 1024: got 20"),
-        ((*QUICK, "--model", "nowhere"), "nowhere/config.json: must be a readable file: No such file or directory"),
+        ((*QUICK, "--model", "nowhere"), "--model: must be a checkpoint directory: got 'nowhere'"),
     ],
 )
 def test_errors_name_the_field(capsys, mine, arguments, message):

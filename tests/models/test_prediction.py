@@ -110,6 +110,20 @@ def test_drafts_are_those_of_the_dense_module(name, ranks, chunk, spoil, blocks)
             assert logits[draft] > logits.max() - 1e-4
 
 
+def test_drafts_behind_a_shared_beginning():
+    """What the module has of a position depends on the token behind it too: texts that part where a block ends, and
+    that part within one, get the drafts of the dense module."""
+    directory, stem = small(), random_prompts(1, seed=30)[0][:1] * 3 + list(range(13))
+    prompts = [
+        [*stem[:cut], *tail] for cut, tail in ((16, [1, 2]), (16, [3, 4]), (16, [1, 2, 5]), (13, [9]), (8, [60, 61]))
+    ]
+    added, notes = serve(directory, prompts, drafts=2, requests=1)
+    assert [request.reused for request in added] == [0, 12, 16, 12, 4]
+    for tokens, drafts in notes:
+        for draft, logits in zip(drafts, by_hand(oracle(directory), tokens, drafts), strict=True):
+            assert logits[draft] > logits.max() - 1e-4
+
+
 def test_by_hand_is_the_dense_module():
     """The first draft of the steps above is that of the independent module as it is."""
     dense, (tokens,) = oracle(DIRECTORY), prompts_of("trained", 1)

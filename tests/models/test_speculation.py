@@ -1,6 +1,5 @@
 """Drafts, whatever they are, change how many steps a text takes and nothing of what it says."""
 
-import itertools
 import random
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from mla_fx import StepShape
 from mla_fx.effects import InputError
 from mla_fx.models import Engine
-from mla_fx.models.engine import verify
 from tests.models.served import Paged, finish, make_runner, oracle, random_prompts, run, small
 
 #: What an adversary may propose behind a text.
@@ -58,21 +56,6 @@ def paged(*, requests=1, blocks=200, block_size=2, ranks=1, table_width=200):
             ranks=ranks, requests=requests, blocks=blocks, block_size=block_size, table_width=table_width, dtype="fp32"
         )
     )
-
-
-# --- verification -----------------------------------------------------------
-
-
-def test_verify_by_brute_force():
-    """All drafts up to length 4 of three tokens, and all that a model can say behind their prefixes."""
-    for size in range(4):
-        for drafts in itertools.product(range(3), repeat=size):
-            for said in itertools.product(range(3), repeat=size + 1):
-                behind = {drafts[:i]: said[i] for i in range(size + 1)}  # what greedy decoding says behind a prefix
-                text = ()
-                while text in behind:
-                    text = (*text, behind[text])
-                assert verify(drafts, said) == list(text)
 
 
 # --- any drafts -------------------------------------------------------------
@@ -244,9 +227,3 @@ def test_drafts_that_are_refused(drafts, message):
     for _ in run(engine):
         pass
     assert request.new_tokens == runner.greedy([1, 2], 6)
-
-
-def test_drafts_are_for_greedy_decoding():
-    message = r"^temperature: must be 0 with drafts, which are verified greedily: got 0\.5$"
-    with pytest.raises(InputError, match=message):
-        Engine(runner=paged(), temperature=0.5, drafter=Fixed([]))

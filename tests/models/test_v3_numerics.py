@@ -17,9 +17,9 @@ from mla_fx.backends import Run, cpu, reference
 from mla_fx.backends.body import parameters
 from mla_fx.effects import Aval, ops, schedule, trace
 from mla_fx.models import deepseek_v3_config
-from mla_fx.models.engine import Request, Served
 from mla_fx.models.prediction import _settled
 from mla_fx.models.quantize import dequantize_fp8, scale_shape
+from mla_fx.models.request import Request, Served
 from mla_fx.models.weights import model_avals, mtp_avals, prediction
 from tests.setups import CONFIG, Setup
 
@@ -136,7 +136,7 @@ def test_tensors_of_the_prediction_layer():
 
 
 def test_prediction_takes_the_next_token_and_none_at_position_0():
-    request = Request(0, (11, 12, 13, 14), 4, torch.Generator())
+    request = Request(number=0, prompt=(11, 12, 13, 14), max_new_tokens=4)
     assert list(_settled(Served(request, 0, 3, 0, (0,), 8)).tokens) == [-1, 13, 14]
     assert list(_settled(Served(request, 1, 2, 0, (0,), 8)).tokens) == [13, 14]
 

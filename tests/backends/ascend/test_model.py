@@ -8,7 +8,7 @@ from attrs import evolve
 
 from mla_fx import StepShape, backends, orchestrations
 from mla_fx.effects import schedule
-from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner
+from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner, Sampling, sampling
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.tokenizer import Tokenizer
 from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
@@ -148,25 +148,50 @@ def test_text_is_that_of_the_cpu(emulator, ranks, quantization, drafts):
 
 
 def test_sampling_is_that_of_the_cpu(emulator, monkeypatch):
-    """Probabilities are worked out on the host: on a device, what is asked for in float64 comes in float32."""
-    given, real = [], torch.multinomial
+    """Each request its own, with drafts; probabilities are worked out on the host: on a device, what is asked for in
+    float64 comes in float32."""
+    given, real = [], sampling.distribution
 
-    def spy(weights: torch.Tensor, *rest, **named) -> torch.Tensor:
-        given.append((weights.dtype, weights.device.type))
-        return real(weights, *rest, **named)
+    def spy(logits: torch.Tensor, *rest) -> torch.Tensor:
+        given.append((logits.dtype, logits.device.type))
+        return real(logits, *rest)
 
     def sampled(name: str) -> list[list[int]]:
         shape = StepShape(ranks=1, requests=3, blocks=12, block_size=4, table_width=8, dtype="fp32")
-        runner = Runner.load(CHECKPOINT, backends.get(name), shape=shape)
-        engine = Engine(runner=runner, chunk=6, temperature=30.0)
-        requests = [engine.add(TOKENIZER.encode(PROBLEMS[0][0]), max_new_tokens=6, seed=seed) for seed in range(3)]
+        runner = Runner.load(CHECKPOINT, backends.get(name), shape=shape, mtp=True)
+        engine = Engine(runner=runner, chunk=6, drafter=MtpDrafter(runner, 1), tokenizer=TOKENIZER)
+        asked = [
+            Sampling(temperature=30.0, seed=1),
+            Sampling(temperature=5.0, top_k=9, top_p=0.9, min_p=0.01, seed=2),
+            Sampling(temperature=30.0, repetition_penalty=1.2, presence_penalty=0.5, seed=3),
+        ]
+        tokens = TOKENIZER.encode(PROBLEMS[0][0])
+        requests = [engine.add(tokens, max_new_tokens=6, sampling=one, top_logprobs=2) for one in asked]
         list(engine.run())
+        assert all(len(request.logprobs) == 6 for request in requests)
         return [request.new_tokens for request in requests]
 
-    monkeypatch.setattr(torch, "multinomial", spy)
+    monkeypatch.setattr(sampling, "distribution", spy)
     texts = sampled("ascend")
     assert set(given) == {(torch.float64, "cpu")}
     assert texts == sampled("cpu") and len(set(map(tuple, texts))) == 3
+
+
+def test_logits_that_are_not_finite_end_one_request(emulator):
+    """One embedding overflows; the other request's text is that of the CPU."""
+    shape = StepShape(ranks=2, requests=2, blocks=12, block_size=4, table_width=8, dtype="fp32")
+    runner = Runner.load(CHECKPOINT, ascend(2), shape=shape)
+    bad = 31
+    for rank, params in enumerate(runner.params):
+        rows = params.embed_tokens.shape[0]
+        if rank == bad // rows:
+            params.embed_tokens[bad % rows] = float("inf")
+    engine = Engine(runner=runner, chunk=6, end=CHECKPOINT.config.eos_token_id)
+    good = engine.add(TOKENIZER.encode(PROBLEMS[0][0]), max_new_tokens=8)
+    broken = engine.add([1, bad, 4], max_new_tokens=8)
+    list(engine.run())
+    assert good.new_tokens == generated("cpu", 2, None, 0)[0][0]
+    assert (broken.finish_reason, broken.new_tokens) == ("error", [])
 
 
 def test_drafts_do_not_change_the_text(emulator):
