@@ -297,11 +297,9 @@ def test_a_model_that_overflows_ends_one_request(mtp):
     runner = make_runner(directory, ranks=2, requests=3, mtp=mtp)
     texts = [oracle(directory).greedy(prompt, 8) for prompt in prompts]
     bad = next(iter(set(range(64)) - {token for text in [*prompts, *texts] for token in text}))
-    for params in runner.params:
-        rows = params.embed_tokens.shape[0]
-        rank, row = divmod(bad, rows)
-        if params is runner.params[rank]:
-            params.embed_tokens[row] = math.inf
+    tables = runner.params.leaves["params.embed_tokens"]
+    rank, row = divmod(bad, tables[0].shape[0])
+    tables[rank][row] = math.inf
     engine = Engine(runner=runner, chunk=6, drafter=MtpDrafter(runner, 2) if mtp else None)
     good = [engine.add(prompt, max_new_tokens=8) for prompt in prompts]
     broken = engine.add([1, bad, 2], max_new_tokens=8)

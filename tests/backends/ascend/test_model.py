@@ -182,10 +182,9 @@ def test_logits_that_are_not_finite_end_one_request(emulator):
     shape = StepShape(ranks=2, requests=2, blocks=12, block_size=4, table_width=8, dtype="fp32")
     runner = Runner.load(CHECKPOINT, ascend(2), shape=shape)
     bad = 31
-    for rank, params in enumerate(runner.params):
-        rows = params.embed_tokens.shape[0]
-        if rank == bad // rows:
-            params.embed_tokens[bad % rows] = float("inf")
+    tables = runner.params.leaves["params.embed_tokens"]
+    rank, row = divmod(bad, tables[0].shape[0])
+    tables[rank][row] = float("inf")
     engine = Engine(runner=runner, chunk=6, end=CHECKPOINT.config.eos_token_id)
     good = engine.add(TOKENIZER.encode(PROBLEMS[0][0]), max_new_tokens=8)
     broken = engine.add([1, bad, 4], max_new_tokens=8)
