@@ -30,6 +30,7 @@ from mla_fx.effects import (
     Stage,
     Step,
     Wait,
+    ops,
     schedule,
     violations,
 )
@@ -70,7 +71,7 @@ _SHOW = """
 Print the program of an orchestration: what is staged, launches with their
 streams, and the records, waits, keeps and drops derived for them, numbered.
 --step prints the step instead, before anything is scheduled: inputs, equations
-by scope, outputs, with all shapes.  Sizes are those of DeepSeek-V3 unless
+by scope, outputs, with all shapes; --ops what each op takes and gives.  Sizes are those of DeepSeek-V3 unless
 --model names a checkpoint directory.
 """
 _CHECK = """
@@ -96,6 +97,7 @@ _EXAMPLES = {
         "mla-fx show --orchestration exchange-aside --mode conservative",
         "mla-fx show --layers 4",
         "mla-fx show --step        what is scheduled",
+        "mla-fx show --ops        what a step can be made of",
         "mla-fx show --ranks 2 --device-trace        what an emulated Ascend gets to do",
     ],
     "check": ["mla-fx check --layers 61", "mla-fx check --without 23", "mla-fx check --orchestration mine:two_streams"],
@@ -157,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device-trace", action="store_true", help="run one step on the emulated Ascend and print what reached it"
     )
     show.add_argument("--step", action="store_true", help="print the step instead, before it is scheduled")
+    show.add_argument("--ops", action="store_true", help="print the table of all ops instead")
     show.add_argument("--seed", type=int, default=0, help="of the emulated device (default 0)")
     check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
     check.add_argument("--without", type=int, metavar="K", help="leave effect number K out")
@@ -335,6 +338,9 @@ def _program(options: argparse.Namespace, step: Step) -> Program:
 
 
 def _show(options: argparse.Namespace) -> int:
+    if options.ops:
+        print(ops.listing())
+        return 0
     config, shape, step = _step(options)
     if options.step:
         print(step)

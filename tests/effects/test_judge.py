@@ -40,9 +40,7 @@ def minimal(step: toys.Step, streams: object) -> None:
         if isinstance(effect, Record | Wait | Keep):
             assert agree(program.without(index)) in ("wrong", "malformed"), f"needless: '{effect}'\n{program}"
             if not isinstance(effect, Record):
-                less = program.effects[:index] + program.effects[index + 1 :]
-                waited = {e.event for e in less if isinstance(e, Wait)}
-                idle = evolve(program, effects=tuple(e for e in less if not isinstance(e, Record) or e.event in waited))
+                idle = toys.without_idle_records(program.without(index))
                 assert Judge(idle).verdict(), f"needless: '{effect}'\n{program}"
 
 

@@ -1,10 +1,10 @@
 """Faults that are planted, one at a time, in the scheduler and in the law, and are seen by the properties of the law.
 
 A fault of the scheduler is seen by the law, and with the law out of the way by
-the hostile machine.  A fault of the law is seen where it accepts a program
-that goes wrong, or lets something needed go.  The properties run on random
-steps as they always do: a fault that none of them showed would mean that these
-steps do not reach it.
+the hostile machine and by the judge.  A fault of the law is seen where it
+accepts a program that goes wrong.  Every fault has an example, the least step
+and orchestration that show it, on which all properties hold without it.  That
+random steps reach the faults too is shown in a soak run.
 """
 
 import math
@@ -16,39 +16,133 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mla_fx.effects import LawError, schedule
+from mla_fx.effects import Equation, Keep, LawError, Op, Program, Step, Value, Wait, bind, schedule, trace
 from mla_fx.effects import check as law
 from tests.effects import toys
+from tests.effects.judge import Judge
 from tests.effects.test_judge import agree
 from tests.effects.test_law_teeth import (
-    legal_and_right,
+    earlier_drops,
+    lent,
     mutants,
     no_drop_can_be_earlier,
-    nothing_can_be_left_out,
     quick,
     serial,
     verdict_holds,
 )
+from tests.effects.toys import DCP, TP, Exchange, One, Room, Scratch, Two, X, placed
 
 #: The modules, which the functions of their names hide in the package.
 SCHEDULER, LAW = (import_module(f"mla_fx.effects.{name}") for name in ("schedule", "check"))
 PLAN, BEFORE, CHECKER = SCHEDULER._Plan, SCHEDULER._Before, LAW._Checker
 Fault = Callable[[pytest.MonkeyPatch], None]
+Example = tuple[Step, Callable[[Equation], str]]
+
+# --- examples --------------------------------------------------------------------
 
 
-def seen(check: Callable[..., Any], *strategies: Any, examples: int = 600) -> str | None:
-    """What a property says of the first random example that it fails on; None where it fails on none."""
+def example(*calls: tuple[str, str, Op, str]) -> Example:
+    """A step and its streams from (stream, result, op, operands); every result that nothing takes is an output."""
+
+    def compute(x: Value) -> list[Value]:
+        values = {"x": x}
+        for _, result, op, operands in calls:
+            (values[result],) = bind(op, *(values[name] for name in operands.split()))
+        taken = {name for *_, operands in calls for name in operands.split()}
+        return [value for name, value in values.items() if name not in taken]
+
+    return trace(compute, "toy", x=X), placed({op.salt: stream for stream, _, op, _ in calls})
+
+
+def twice(first: Op, second: Op) -> Example:
+    """Two launches that no value orders."""
+    return example(("side", "a", first, "x"), ("comm", "b", second, "x"))
+
+
+ONE_GROUP, TWO_GROUPS = twice(Exchange(1, DCP), Exchange(3, DCP)), twice(Exchange(1, DCP), Exchange(3, TP))
+WORKSPACE, ROOM = twice(Scratch(1), Scratch(3)), twice(Room(1), Room(3))
+#: Main takes what two streams make, and waits for each.
+TWO_SOURCES = example(("side", "a", One(1), "x"), ("comm", "b", One(3), "x"), ("main", "c", Two(5), "a b"))
+#: Main sees one use of v with c, the other only with d.
+TWO_USES = example(
+    ("main", "v", One(1), "x"),
+    *(("side", "a", One(3), "v"), ("comm", "b", One(5), "v")),
+    *(("main", "c", One(7), "a"), ("main", "d", One(9), "b")),
+)
+#: Main goes on while side still uses v.
+ONE_KEEP = example(("main", "v", One(1), "x"), ("side", "a", One(3), "v"), ("main", "b", One(5), "x"))
+#: Main goes on while side and comm still use v.
+TWO_KEEPS = example(
+    ("main", "v", One(1), "x"),
+    *(("side", "a", One(3), "v"), ("comm", "b", One(5), "v")),
+    ("main", "c", One(7), "x"),
+)
+#: As above, and behind the drop side waits for the use on comm.
+SEES_LATER = example(
+    ("main", "v", One(1), "x"),
+    *(("side", "a", One(3), "v"), ("comm", "b", One(5), "v"), ("side", "c", Two(7), "a b")),
+    ("main", "d", One(9), "x"),
+)
+#: What main returns is made elsewhere.
+ASIDE = example(("side", "a", One(1), "x"))
+
+# --- what is asked of them -------------------------------------------------------
+
+
+def legal(step: Step, streams: Any) -> None:
+    law(schedule(step, streams))
+
+
+def right_unchecked(step: Step, streams: Any) -> None:
+    toys.right(schedule(step, streams), toys.run(serial(step)), range(40))
+
+
+def right_by_judge(step: Step, streams: Any) -> None:
+    program = schedule(step, streams)
+    verdict = Judge(program).verdict()
+    assert not verdict, f"goes wrong: {verdict}\n{program}"
+
+
+def lesser(program: Program) -> Iterator[Program]:
+    """Without one wait or keep, or with a drop that is too early."""
+    for index, effect in enumerate(program.effects):
+        if isinstance(effect, Wait | Keep):
+            yield toys.without_idle_records(program.without(index))
+    for _, earlier in earlier_drops(program):
+        yield earlier
+
+
+def machine_agrees(step: Step, streams: Any) -> None:
+    for less in lesser(schedule(step, streams)):
+        verdict_holds(serial(step), less)
+
+
+def judge_agrees(step: Step, streams: Any) -> None:
+    for less in lesser(schedule(step, streams)):
+        agree(less)
+
+
+def said(check: Callable[..., Any], *arguments: Any) -> str | None:
+    """What a property says where it fails; None where it holds."""
+    try:
+        check(*arguments)
+    except (AssertionError, LawError) as error:
+        return str(error)
+    return None
+
+
+def seen(check: Callable[..., Any], *strategies: Any, examples: int) -> str | None:
+    """What a property says of the first random example that it fails on."""
     once = settings(quick, phases=[Phase.generate], max_examples=examples, report_multiple_bugs=False)
 
     def holds(drawn: tuple[Any, ...]) -> None:
         check(*drawn)
 
-    try:
-        once(given(st.tuples(*strategies))(holds))()
-    except (AssertionError, LawError) as error:
-        return str(error)
-    return None
+    return said(once(given(st.tuples(*strategies))(holds)))
 
+
+#: What random properties draw: a step, and its streams.
+RANDOM = (toys.steps(), toys.orchestrations())
 
 # --- in the scheduler ------------------------------------------------------------
 
@@ -66,6 +160,21 @@ def unasked(reason: str) -> Fault:
         patch.setattr(PLAN, "_needs", fewer)
 
     return plant
+
+
+def unasked_across_groups(patch: pytest.MonkeyPatch) -> None:
+    """Collectives are ordered within their group alone."""
+    needs = PLAN._needs
+
+    def fewer(self: Any) -> Iterator[dict[int, list[str]]]:
+        for j, need in enumerate(needs(self)):
+            other = {i for i, why in need.items() if why == ["collectives"] and group(self, i) != group(self, j)}
+            yield {i: why for i, why in need.items() if i not in other}
+
+    def group(plan: Any, index: int) -> object:
+        return plan.launches[index].op.group_of()
+
+    patch.setattr(PLAN, "_needs", fewer)
 
 
 def a_wait_brings_all_that_was_issued(patch: pytest.MonkeyPatch) -> None:
@@ -93,32 +202,36 @@ def no_stream_joins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PLAN, "_needs", lambda self: [*list(needs(self))[:-1], {}])
 
 
-IN_THE_SCHEDULER: dict[str, Fault] = {
-    "collectives on two streams": unasked("collectives"),
-    "users of a workspace on two streams": unasked("workspace"),
-    "users of the other workspace on two streams": unasked("room"),
-    "a wait brings all that was issued": a_wait_brings_all_that_was_issued,
-    "a drop behind a wait for one of several uses": a_drop_behind_a_wait_for_one_of_several_uses,
-    "the last keep is lost": the_last_keep_is_lost,
-    "a keep for the last use alone": a_keep_for_the_last_use_alone,
-    "no stream joins": no_stream_joins,
+IN_THE_SCHEDULER: dict[str, tuple[Fault, Example]] = {
+    "collectives on two streams": (unasked("collectives"), ONE_GROUP),
+    "collectives of two groups on two streams": (unasked_across_groups, TWO_GROUPS),
+    "users of a workspace on two streams": (unasked("workspace"), WORKSPACE),
+    "users of the other workspace on two streams": (unasked("room"), ROOM),
+    "a wait brings all that was issued": (a_wait_brings_all_that_was_issued, TWO_SOURCES),
+    "a drop behind a wait for one of several uses": (a_drop_behind_a_wait_for_one_of_several_uses, TWO_USES),
+    "the last keep is lost": (the_last_keep_is_lost, ONE_KEEP),
+    "a keep for the last use alone": (a_keep_for_the_last_use_alone, TWO_KEEPS),
+    "no stream joins": (no_stream_joins, ASIDE),
 }
-
-
-def legal(step: Any, streams: Any) -> None:
-    law(schedule(step, streams))
-
-
-def right_unchecked(step: Any, streams: Any) -> None:
-    toys.right(schedule(step, streams), toys.run(serial(step)), range(12))
 
 
 @pytest.mark.parametrize("fault", IN_THE_SCHEDULER)
 def test_a_fault_of_the_scheduler_is_seen(monkeypatch, fault):
-    IN_THE_SCHEDULER[fault](monkeypatch)
-    by_law = seen(legal, toys.steps(), toys.orchestrations(), examples=1000)
+    plant, shown = IN_THE_SCHEDULER[fault]
+    assert [said(check, *shown) for check in (legal, right_unchecked, right_by_judge)] == [None] * 3
+    plant(monkeypatch)
+    assert (said(legal, *shown) or "").startswith("rule "), "the law sees nothing"
+    assert (said(right_unchecked, *shown) or "").startswith("wrong under seed "), "the machine sees nothing"
+    assert (said(right_by_judge, *shown) or "").startswith("goes wrong: "), "the judge sees nothing"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", IN_THE_SCHEDULER)
+def test_random_steps_reach_a_fault_of_the_scheduler(monkeypatch, fault):
+    IN_THE_SCHEDULER[fault][0](monkeypatch)
+    by_law = seen(legal, *RANDOM, examples=1000)
     assert by_law is not None and by_law.startswith("rule "), "the law sees nothing"
-    by_machine = seen(right_unchecked, toys.steps(), toys.orchestrations())
+    by_machine = seen(right_unchecked, *RANDOM, examples=600)
     assert by_machine is not None and by_machine.startswith("wrong under seed "), "the machine sees nothing"
 
 
@@ -161,8 +274,12 @@ def forget_other_groups(law: Any, launch: Any, *_: Any) -> None:
         law.collective = None
 
 
-def forget_the_room(law: Any, *_: Any) -> None:
-    law.workspaces.pop("room", None)
+def forget(workspace: str) -> Callable[..., None]:
+    return lambda law, *_: law.workspaces.pop(workspace, None)
+
+
+def forget_what_has_to_join(law: Any, *_: Any) -> None:
+    law.last.clear()
 
 
 def forget_what_is_used_once_ordered(law: Any, launch: Any, use: Any) -> None:
@@ -176,7 +293,8 @@ def forget_what_is_used_once_ordered(law: Any, launch: Any, use: Any) -> None:
 
 def cover_with(clocks: Callable[[Any, Any], list[Any]]) -> Fault:
     def cover(law: Any, drop: Any) -> None:
-        law.memory[drop.value].covered = clocks(law, law.memory[drop.value])
+        if (block := law.memory.get(drop.value)) is not None:  # what nothing produces is a breach already
+            block.covered = clocks(law, block)
 
     return around("drop", nothing, cover)
 
@@ -187,16 +305,32 @@ def see_everything(law: Any, wait: Any) -> None:
             law.clock(wait.stream)[stream] = max(law.clock(wait.stream).get(stream, 0), tick)
 
 
-IN_THE_LAW: dict[str, Fault] = {
-    "collectives on two streams": around("shared", forget_the_collective),
-    "collectives of two groups on two streams": around("shared", forget_other_groups),
-    "users of the other workspace on two streams": around("shared", forget_the_room),
-    "a drop behind a wait for one of several uses": around("reuse", forget_what_is_used_once_ordered),
-    "a needed keep is lost": cover_with(lambda law, block: [_All()]),
-    "any keep is enough": cover_with(lambda law, block: [_All()] if block.kept else []),
-    "a keep covers what its stream sees later": cover_with(lambda law, block: [law.clock(s) for s in block.kept]),
-    "a wait brings all that was issued": around("wait", nothing, see_everything),
+IN_THE_LAW: dict[str, tuple[Fault, Example]] = {
+    "collectives on two streams": (around("shared", forget_the_collective), ONE_GROUP),
+    "collectives of two groups on two streams": (around("shared", forget_other_groups), TWO_GROUPS),
+    "users of a workspace on two streams": (around("shared", forget("workspace")), WORKSPACE),
+    "users of the other workspace on two streams": (around("shared", forget("room")), ROOM),
+    "a drop behind a wait for one of several uses": (around("reuse", forget_what_is_used_once_ordered), TWO_USES),
+    "a needed keep is lost": (cover_with(lambda law, block: [_All()]), ONE_KEEP),
+    "any keep is enough": (cover_with(lambda law, block: [_All()] if block.kept else []), TWO_KEEPS),
+    "a keep covers what its stream sees later": (
+        cover_with(lambda law, block: [law.clock(s) for s in block.kept]),
+        SEES_LATER,
+    ),
+    "a wait brings all that was issued": (around("wait", nothing, see_everything), TWO_SOURCES),
+    "no stream has to join": (around("end", forget_what_has_to_join), ASIDE),
 }
+
+
+@pytest.mark.parametrize("fault", IN_THE_LAW)
+def test_a_fault_of_the_law_is_seen(monkeypatch, fault):
+    plant, shown = IN_THE_LAW[fault]
+    less = [*lesser(schedule(*shown))]
+    assert less and {verdict_holds(serial(shown[0]), one) for one in less} == {"refused"}
+    assert {agree(one) for one in less} == {"wrong"}
+    plant(monkeypatch)
+    assert (said(machine_agrees, *shown) or "").startswith("wrong under seed "), "the machine sees nothing"
+    assert (said(judge_agrees, *shown) or "").startswith("accepted, and goes wrong"), "the judge sees nothing"
 
 
 def verdict(pair: Any) -> None:
@@ -207,13 +341,13 @@ def judged(pair: Any) -> None:
     agree(pair[1])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("fault", IN_THE_LAW)
-def test_a_fault_of_the_law_is_seen(monkeypatch, fault):
-    IN_THE_LAW[fault](monkeypatch)
-    random_steps = (toys.steps(), toys.orchestrations())
+def test_random_steps_reach_a_fault_of_the_law(monkeypatch, fault):
+    IN_THE_LAW[fault][0](monkeypatch)
     found = (
-        seen(nothing_can_be_left_out, *random_steps, examples=30)
-        or seen(no_drop_can_be_earlier, *random_steps, examples=100)
+        seen(machine_agrees, *RANDOM, examples=30)
+        or seen(no_drop_can_be_earlier, lent(), examples=100)
         or seen(verdict, mutants(), examples=600)
     )
     assert found is not None, "no property sees it"
@@ -222,11 +356,9 @@ def test_a_fault_of_the_law_is_seen(monkeypatch, fault):
     assert by_judge is not None and by_judge.startswith("accepted, and goes wrong"), "the judge sees nothing"
 
 
-# --- and what is not planted -----------------------------------------------------
-
-
+@pytest.mark.soak
 def test_nothing_is_seen_without_a_fault():
-    """What the two tests above take for a sight is the fault's doing: the same examples are well without it."""
-    assert seen(legal_and_right, toys.steps(), toys.orchestrations(), examples=20) is None
-    assert seen(right_unchecked, toys.steps(), toys.orchestrations(), examples=20) is None
-    assert seen(no_drop_can_be_earlier, toys.steps(), toys.orchestrations(), examples=20) is None
+    """What the soak runs above take for a sight is the fault's doing: the same examples are well without it."""
+    for check in (legal, right_unchecked, machine_agrees):
+        assert seen(check, *RANDOM, examples=20) is None
+    assert seen(no_drop_can_be_earlier, lent(), examples=20) is None

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from mla_fx.backends import Backend, Collective, Executable, InProcess
 from mla_fx.backends.adversary import Adversary
 from mla_fx.backends.device import Run
-from mla_fx.effects import Aval, Equation, Group, Input, Launch, Op, Program, Step, Value, bind, trace
+from mla_fx.effects import Aval, Equation, Group, Input, Launch, Op, Program, Record, Step, Value, Wait, bind, trace
 
 SIZE = 2
 RANKS = 2
@@ -167,6 +167,13 @@ def step_of(function: Callable[..., Any], *names: str) -> Step:
     """The step of a function of values [SIZE], named as its arguments are."""
     code = function.__code__
     return trace(function, "toy", **dict.fromkeys(names or code.co_varnames[: code.co_argcount], X))
+
+
+def without_idle_records(program: Program) -> Program:
+    """Without the records that nobody waits for, as they are left when a wait goes."""
+    waited = {effect.event for effect in program.effects if isinstance(effect, Wait)}
+    kept = (effect for effect in program.effects if not isinstance(effect, Record) or effect.event in waited)
+    return evolve(program, effects=tuple(kept))
 
 
 def put(name: str) -> Input:
