@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from mla_fx.backends.adversary import Adversary
 from mla_fx.backends.body import body_of
 from mla_fx.backends.device import HOST, Device
-from mla_fx.backends.door import quiet, refuse_transforms
+from mla_fx.backends.door import refuse_transforms, special
 from mla_fx.backends.inputs import Loader
 from mla_fx.backends.packing import packer
 from mla_fx.backends.prepared import Prepared, accept, prepare
@@ -182,12 +182,17 @@ class Executable:
     def __call__(self, *arguments: Any) -> Any:
         """Run one step; raises `InputError` before anything has run, `RunError` when a rule fails."""
         refuse_transforms()
-        compiler = set_eval_frame(None)
+        compiler, gradients = set_eval_frame(None), torch.is_grad_enabled()
         try:
             leaves = self.load(arguments)
-            with quiet(self.load.device, inference=self.load.overlaps.inference):
+            inside = special(self.load.device, inference=self.load.overlaps.inference)
+            torch._C._set_grad_enabled(False)  # as torch.no_grad does, at a tenth of its cost
+            if inside is None:
+                return self.pack(self.body(leaves))
+            with inside:
                 return self.pack(self.body(leaves))
         finally:
+            torch._C._set_grad_enabled(gradients)
             set_eval_frame(compiler)
 
     # Compiled code calls this as it is, between two graphs, and what it calls in turn is not compiled either: what

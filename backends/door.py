@@ -27,15 +27,14 @@ def refuse_transforms() -> None:
         raise InputError(f"an executable must run on real tensors: got a call under {type(mode).__name__}")
 
 
-def quiet(device: str, *, inference: bool) -> AbstractContextManager[Any]:
-    """What a body runs in: no gradients, no autocast; inference mode where states are inference tensors."""
-    shut = [kind for kind in {"cpu", device} if torch.is_autocast_enabled(kind)]
+def special(device: str, *, inference: bool) -> AbstractContextManager[Any] | None:
+    """What a body runs in beside no gradients, None for nothing: autocast off, inference mode where states want it."""
     inference = inference and not torch.is_inference_mode_enabled()
-    if not shut and not inference:
-        return torch.no_grad()
+    casts = torch.is_autocast_enabled("cpu") or (device != "cpu" and torch.is_autocast_enabled(device))
+    if not casts and not inference:
+        return None
     stack = ExitStack()
-    stack.enter_context(torch.no_grad())
-    for kind in shut:
+    for kind in {"cpu", device}:
         stack.enter_context(torch.autocast(kind, enabled=False))
     if inference:
         stack.enter_context(torch.inference_mode())

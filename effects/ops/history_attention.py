@@ -26,6 +26,10 @@ from mla_fx.effects.validate import InputError, number
 WORKSPACE = "workspace"
 
 
+#: Up to so many numbers Python looks at faster than a reduction of NumPy starts.
+_FEW = 64
+
+
 def check_query_lengths(lengths: tuple[int, ...], tokens: int) -> None:
     """Lengths are at least 0 and their sum fits the tokens of the step; raises `InputError`."""
     if min(lengths, default=0) < 0:
@@ -75,9 +79,13 @@ class HistoryAttention(Op):
                 f"history_lengths: each must be in 0..{columns * size} ({columns} columns of block_table, {size} a "
                 f"block): got {lengths}"
             )
-        # Read as unsigned, a negative id is a huge one: a single reduction decides.
-        reached = table[:, : -(-longest // size)].view("uint32")
-        if reached.size and reached.max() >= blocks:
+        reached = table[:, : -(-longest // size)]
+        if reached.size <= _FEW:
+            ids = reached.ravel().tolist()
+            wrong = bool(ids) and not 0 <= min(ids) <= max(ids) < blocks
+        else:  # read as unsigned, a negative id is a huge one: a single reduction decides
+            wrong = reached.view("uint32").max() >= blocks
+        if wrong:
             self._refuse_blocks(table, lengths, blocks, size)
 
     def _refuse_blocks(self, table: Any, lengths: tuple[int, ...], blocks: int, size: int) -> None:

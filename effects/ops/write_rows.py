@@ -32,12 +32,11 @@ class WriteRows(Op):
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Every slot is -1 or a row of the cache, and no row is written twice."""
         blocks, size, _ = avals["cache"].shape
-        slots = values["slots"].tolist()
-        if min(slots, default=0) < -1 or max(slots, default=0) >= blocks * size:
-            wrong = next(slot for slot in slots if not -1 <= slot < blocks * size)
+        written = [slot for slot in values["slots"].tolist() if slot != -1]
+        if written and not 0 <= min(written) <= max(written) < blocks * size:
+            wrong = next(slot for slot in written if not 0 <= slot < blocks * size)
             raise InputError(
                 f"slots: each must be -1 or in 0..{blocks * size - 1} ({blocks} blocks of {size}): got {wrong}"
             )
-        written = [slot for slot in slots if slot >= 0]
         if len(set(written)) < len(written):
             raise InputError(f"slots: no two tokens may have one slot: got {sorted(written)}")

@@ -59,7 +59,7 @@ def test_programs_by_hand():
     assert agree(evolve(LENT, effects=(*early[:-1], Drop("a"), early[-1]))) == "legal"
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=100)
 @given(mutants(max_calls=6, max_streams=3))
 def test_law_and_judge_agree(pair):
     agree(pair[1])

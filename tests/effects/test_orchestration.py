@@ -166,7 +166,7 @@ def orders(draw):
     return order
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=40)
 @given(toys.steps(kinds=tuple(kind for kind in toys.KINDS if kind is not Update)), toys.orchestrations(), orders())
 def test_any_order_is_followed_and_gives_the_serial_result(step, streams, order):
     """Without states nothing but operands stands in the way of an order."""
@@ -177,14 +177,25 @@ def test_any_order_is_followed_and_gives_the_serial_result(step, streams, order)
     toys.right(program, expected, (None, 1, 2))
 
 
-@settings(quick, max_examples=60)
-@given(toys.steps(), toys.orchestrations(), orders())
-def test_any_order_around_states_gives_the_serial_result(step, streams, order):
+def followed_around_states(step, streams, order):
     program = schedule(step, Orchestration("random", streams, order=order))
     check(program)
     assert Counter(launch.results for launch in program.launches) == Counter(e.results for e in step.equations)
     expected = toys.run(schedule(step, Orchestration("serial")))
     toys.right(program, expected, (None, 1, 2, 3))
+
+
+@settings(quick, max_examples=40)
+@given(toys.steps(), toys.orchestrations(), orders())
+def test_any_order_around_states_gives_the_serial_result(step, streams, order):
+    followed_around_states(step, streams, order)
+
+
+@pytest.mark.soak
+@settings(quick, derandomize=False, max_examples=2000)
+@given(toys.steps(), toys.orchestrations(), orders())
+def test_many_orders_give_the_serial_result(step, streams, order):
+    followed_around_states(step, streams, order)
 
 
 def test_scopes_say_where():
