@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from mla_fx import MlaConfig, StepShape
 from mla_fx.config import MoeConfig
 from mla_fx.models import Checkpoint, ModelConfig, Runner, write_checkpoint
-from mla_fx.models.runner import Machine, Piece
+from mla_fx.models.runner import Interpreter, Piece
 
 TINY = ModelConfig(
     attention=MlaConfig(
@@ -124,7 +124,7 @@ def write_modelslim(directory: Path, config: ModelConfig = TINY) -> tuple[Tensor
     return found
 
 
-def logits(directory: Path, machine: Machine, quantization: str | None = None, dtype: str = "fp32") -> torch.Tensor:
+def logits(directory: Path, machine: Interpreter, quantization: str | None = None, dtype: str = "fp32") -> torch.Tensor:
     """Of a prompt of five tokens, in float64."""
     shape = StepShape(
         ranks=machine.ranks,

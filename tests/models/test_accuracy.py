@@ -1,6 +1,6 @@
 """What the trained model answers to 100 held-out problems: right, and as often whatever runs it.
 
-The README's table is what this test finds.
+The README of `models`'s table is what this test finds.
 """
 
 import re
@@ -46,7 +46,7 @@ def solved(precision: str, ranks: int) -> list[bool]:
 def test_accuracy_is_high_and_does_not_depend_on_the_ranks(precision):
     one, eight = solved(precision, 1), solved(precision, 8)
     assert sum(one) == sum(eight) >= 98
-    row = re.search(rf"\| {precision} \| (\d+) \| (\d+) \|", (ROOT / "README.md").read_text())
+    row = re.search(rf"\| {precision} \| (\d+) \| (\d+) \|", (ROOT / "models/README.md").read_text())
     assert row and [int(number) for number in row.groups()] == [sum(one), sum(eight)]
 
 

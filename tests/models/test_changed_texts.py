@@ -3,7 +3,7 @@
 A sum of the same numbers in another order, or of another shape, is rounded otherwise; where two tokens are nearly as
 likely, the other one may come out, and the text goes on from there.  Ranks split sums; chunks, company and drafts
 change shapes; and with int8 weights an activation's scale is that of the row as a rank has it.  The model has random
-weights, so its choices are much closer than a trained model's: `test_accuracy` has that.  The README names the shares.
+weights, so its choices are much closer than a trained model's: `test_accuracy` has that.  The README of `models` names the shares.
 """
 
 import functools
@@ -19,7 +19,7 @@ from tests.test_imports import ROOT
 PROMPTS = random_prompts(32, seed=40)
 COUNT = 12
 PRECISIONS = {"fp32": ("fp32", None), "bf16": ("bf16", None), "W8A8": ("bf16", "w8a8")}
-#: The README's sentence, and by how much another machine's sums may differ from those it was measured with.
+#: The README of `models`'s sentence, and by how much another machine's sums may differ from those it was measured with.
 README = (
     r"(?P<bf16>\d+) % of texts changed in bf16 and (?P<W8A8>\d+) % in W8A8 from 1 rank to 4, "
     r"(?P<bf16_drafts>\d+) % and (?P<W8A8_drafts>\d+) % with drafts"
@@ -62,7 +62,7 @@ def test_texts_that_change(precision):
     if precision == "fp32":
         assert not any(found.values())
         return
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = " ".join((ROOT / "models/README.md").read_text().split())
     ranks, drafts = map(re.compile(README).search(readme).group, (precision, f"{precision}_drafts"))
     assert found["ranks"] == max(found.values())
     assert abs(found["ranks"] - int(ranks) / 100) < SLACK and abs(found["drafts"] - int(drafts) / 100) < SLACK

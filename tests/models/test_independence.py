@@ -17,7 +17,7 @@ from mla_fx.models import Engine, MtpDrafter
 from mla_fx.models.runner import Piece
 from tests.models.served import finish, make_runner, oracle, random_prompts, small
 
-PROMPT: Final = torch.randint(64, (20,), generator=torch.Generator().manual_seed(100)).tolist()
+PROMPT: Final = torch.randint(64, (20,), generator=torch.Generator().manual_seed(101)).tolist()
 COUNT: Final = 300
 BLOCK: Final = 16
 #: Lengths at which blocks, and rounds over ranks, begin and end.
