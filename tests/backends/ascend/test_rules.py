@@ -114,7 +114,7 @@ def test_rope(rng, dtype, tokens, heads):
 
 
 @each_dtype
-@pytest.mark.parametrize("slots", [[3, -1, 0], [-1, -1, -1], [], [11, 7, 4]], ids=str)
+@pytest.mark.parametrize("slots", [[3, -1, 0], [-1, -1, -1], [], [11, 7, 4], [*[-1] * 12, 5, -1, 3]], ids=str)
 def test_write_cache(rng, dtype, slots):
     caches = [random(rng, 3, 4, size, dtype=dtype) for size in (16, 8)]
     rows = [random(rng, len(slots), size, dtype=dtype) for size in (16, 8)]
