@@ -30,11 +30,8 @@ def check_gating(
     epsilon: float,
     *results: torch.Tensor,
 ) -> None:
-    """Sizes of experts and groups; `renorm` must be 0."""
-    require(x.dtype in FLOATS and x.dim() == 2, f"x must be float [T, E]: got {x.dtype} {list(x.shape)}")
-    require(bias is None or bias.dtype == x.dtype, "bias must have the dtype of x")
+    """Sizes of experts and groups; `renorm` must be 0.  The wheel looks at dtypes and at the shape of the bias."""
     experts = x.shape[1]
-    require(bias is None or list(bias.shape) == [experts], f"bias must be [{experts}]")
     require(renorm == 0, f"renorm must be 0: got {renorm}")
     require(norm_type in (0, 1) and select in (0, 1), f"norm_type, group_select_mode: got {norm_type}, {select}")
     tiling(experts <= 2048, f"E must be at most 2048: got {experts}")
@@ -82,8 +79,7 @@ def run_gating(
 
 
 def check_gating_softmax(x: torch.Tensor, finished: torch.Tensor | None, k: int, *results: torch.Tensor) -> None:
-    """Float scores of two or three axes, and no more experts than there are."""
-    require(x.dtype in FLOATS, f"x must be float16, bfloat16 or float32: got {x.dtype}")
+    """No more than the operator's page has; the wheel looks at dtype and shapes."""
     require(k <= 1024, f"k must be at most 1024: got {k}")
 
 
@@ -119,10 +115,8 @@ def check_routing(
     """int32 experts, a range within them; only dropless routing without quantisation is emulated."""
     require(x.dtype in (*FLOATS, torch.int8), f"x must be float16, bfloat16, float32 or int8: got {x.dtype}")
     require(experts.dtype == torch.int32, f"expert_idx must be int32: got {experts.dtype}")
-    tiling(x.dim() == experts.dim() == 2, f"x and expert_idx must have 2 axes: got {x.dim()} and {experts.dim()}")
     tiling(experts.shape[0] == x.shape[0], f"expert_idx must have {x.shape[0]} rows: got {experts.shape[0]}")
     tiling(count > 0, f"expert_num must be above 0: got {count}")
-    tiling(len(active) == 2, f"active_expert_range must have 2 numbers: got {active}")
     tiling(0 <= active[0] < active[1] <= count, f"active_expert_range must be within {count} experts: got {active}")
     tiling(active[1] <= 10240, f"active_expert_range must end at 10240 at most: got {active[1]}")
     require(drop_pad == 0 and quant_mode == -1, "only drop_pad_mode 0 with quant_mode -1 is emulated")
