@@ -135,6 +135,11 @@ class Machine:
         self._slots[:] = [nowhere] * len(self._entries)
         self.play(self._release)
 
+    @property
+    def release(self) -> Release:
+        """What is played."""
+        return self._release
+
     def play(self, release: Release) -> None:
         """Be a device of this release from here on; what was issued before was planned by the one before."""
         self._release = release
