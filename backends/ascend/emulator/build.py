@@ -25,7 +25,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -82,7 +84,8 @@ def cache() -> Path:
 def library_folder(operators: Sequence[str]) -> Path:
     """The folder of the libraries, in which `operators` and all that the wheel knows have entry points.
 
-    Built unless it is there.  Raises `InputError` when there is no wheel, no compiler, or the compiler fails.
+    Built unless it is there, which is said on stderr.  Raises `InputError` when there is no wheel, no compiler, no
+    cache that can be written, or the compiler fails.
     """
     made_from = hashlib.sha256()
     for part in (*(_HERE / name for name in _SOURCES), Path(__file__), _HERE / "trampolines.py"):
@@ -92,17 +95,34 @@ def library_folder(operators: Sequence[str]) -> Path:
         made_from.update(f"{text}\0".encode())
     folder = cache() / f"emulated-cann-{made_from.hexdigest()[:20]}"
     if not folder.is_dir():
-        cache().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as temporary:
-            made = Path(temporary) / "lib"
-            made.mkdir()
+        with _workplace() as made:
+            print(f"mla_fx: compiling the emulated CANN, once, into {folder}: up to a minute", file=sys.stderr)
+            start = time.monotonic()
             _compile(made, operators)
             try:
                 made.rename(folder)
             except OSError:
                 if not folder.is_dir():  # else another process was first, with the same content
                     raise
+            print(f"mla_fx: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
     return folder
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    """An empty folder in the cache, which goes away unless it is moved; raises `InputError` where none can be made."""
+    try:
+        cache().mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=cache(), prefix="building-")
+    except OSError as error:
+        raise InputError(
+            f"XDG_CACHE_HOME: the emulator is compiled into {cache()}, where a folder must be possible to make; "
+            f"name another place in XDG_CACHE_HOME: got {error}"
+        ) from None
+    with temporary as name:
+        made = Path(name) / "lib"
+        made.mkdir()
+        yield made
 
 
 def entry_points(folder: Path) -> list[str]:

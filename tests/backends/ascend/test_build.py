@@ -1,6 +1,7 @@
 """How the emulated libraries are made and kept.  Nothing here needs torch_npu but what says so."""
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -63,14 +64,18 @@ def fresh(machine, monkeypatch, tmp_path) -> Path:
     return tmp_path / "mla_fx"
 
 
-def test_builds_once_for_what_it_is_made_of(fresh, monkeypatch):
+def test_builds_once_for_what_it_is_made_of(fresh, monkeypatch, capfd):
     folder = build.library_folder(NAMES)
+    out, told = capfd.readouterr()
+    first, last = told.splitlines()
+    assert out == "" and first == f"mla_fx: compiling the emulated CANN, once, into {folder}: up to a minute"
+    assert re.fullmatch(r"mla_fx: compiled in \d+ s", last)
     assert set(NAMES) | {"aclnnMatmul"} <= set(build.entry_points(folder))  # ours, and what the wheel can ask for
     assert {f"{name}.so" for name in build.LIBRARIES} <= {path.name for path in folder.iterdir()}
     assert [path.name for path in fresh.iterdir()] == [folder.name]
     compiled = []
     monkeypatch.setattr(build, "_compile", lambda made, names: compiled.append(names))
-    assert build.library_folder(NAMES) == folder and compiled == []
+    assert build.library_folder(NAMES) == folder and compiled == [] and capfd.readouterr() == ("", "")
     assert build.library_folder([*NAMES, "aclnnThree"]) != folder and len(compiled) == 1
     monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "9.9.9")
     assert build.library_folder(NAMES) != folder and len(compiled) == 2
@@ -82,6 +87,17 @@ def test_a_build_that_fails_leaves_nothing(fresh, monkeypatch):
     with pytest.raises(InputError, match=r"compiler: .* must succeed: got status 1\n[\s\S]*no such instruction"):
         build.library_folder(NAMES)
     assert list(fresh.iterdir()) == []
+
+
+@pytest.mark.parametrize("blocked", ["", "mla_fx"])
+def test_a_cache_that_cannot_be_written(fresh, monkeypatch, blocked):
+    """A file where a folder should be: even root cannot write there."""
+    place = fresh.parent / "place"
+    (place / blocked).parent.mkdir(exist_ok=True)
+    (place / blocked).write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    with pytest.raises(InputError, match=rf"XDG_CACHE_HOME: .* compiled into {place}/mla_fx, .*: got \[Errno"):
+        build.library_folder(NAMES)
 
 
 def test_the_second_of_two_builders_takes_what_the_first_made(fresh, monkeypatch):
