@@ -33,7 +33,7 @@ from functools import cache
 
 import torch
 
-from mla_fx.backends.ascend.emulator.build import library_folder
+from mla_fx.backends.ascend.emulator.build import library_folder, wheel
 from mla_fx.backends.ascend.emulator.machine import Machine as Machine
 from mla_fx.backends.ascend.emulator.machine import Traced as Traced
 from mla_fx.backends.ascend.emulator.operator import RefusedError as RefusedError
@@ -68,9 +68,16 @@ def load(*, cann: str | None = None) -> Machine:
     if chosen is not None:
         machine.play(chosen)
     if first:
-        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # for processes that are started from here
-        with contextlib.redirect_stdout(io.StringIO()), _quiet():  # on stdout it misses a CANN in the environment
-            import torch_npu  # noqa: F401
+        folder = str(wheel().parent)
+        found = folder in sys.path
+        if not found:  # put there for as long as the import takes: processes that are spawned inherit the path
+            sys.path.append(folder)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), _quiet():  # on stdout it misses a CANN in the environment
+                import torch_npu  # noqa: F401
+        finally:
+            if not found:
+                sys.path.remove(folder)
     return machine
 
 

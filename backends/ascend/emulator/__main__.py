@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from mla_fx.backends.ascend.emulator import emulate
+from mla_fx.backends.ascend.emulator.build import install
 from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
 from mla_fx.effects import InputError
 
@@ -18,15 +19,19 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="interleaves the streams (default 0)")
     parser.add_argument("--cann", choices=list(RELEASES), default=NEWEST, help=f"the release (default {NEWEST})")
+    parser.add_argument("--install", action="store_true", help="get the torch_npu that it runs under, and end")
     parser.add_argument(
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="a module and its arguments"
     )
     parser.add_argument("script", nargs=argparse.REMAINDER, help="or a script and its arguments")
     options = parser.parse_args(arguments)
     command = options.module or options.script
-    if not command:
+    if not command and not options.install:
         parser.error("name a script, or a module with -m")
     try:
+        if options.install:
+            install()
+            return 0
         emulate(seed=options.seed, cann=options.cann)
     except InputError as error:
         print(error, file=sys.stderr)

@@ -1,6 +1,5 @@
 """The Ascend backend on the emulated CANN: one machine a process, as it came from the shop for every test."""
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,16 +10,15 @@ import torch
 
 from mla_fx.backends import ascend
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.backends.ascend.emulator.build import compiler
+from mla_fx.backends.ascend.emulator.build import compiler, wheel
 from mla_fx.backends.torch_streams import Scratch
 from mla_fx.effects import InputError, Op
 
 
 def why_not() -> str | None:
     """Why nothing can be emulated here, None where it can."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed: pip install 'mla-fx[ascend]'"
     try:
+        wheel()
         compiler()
     except InputError as error:
         return str(error)
