@@ -80,14 +80,14 @@ def test_whatever_is_imported_first_leaves_torch_npu_alone(machine, first):
 def test_processes_that_are_started_from_an_emulated_one_may_import_torch(machine):
     """A spawned process gets the path of the one that spawns it."""
     code = """
-import multiprocessing
+import importlib, multiprocessing
 if __name__ == "__main__":
     from mla_fx.backends.ascend.emulator import emulate
     emulate()
-    process = multiprocessing.get_context("spawn").Process(target=print, args=("alive",))
+    process = multiprocessing.get_context("spawn").Process(target=importlib.import_module, args=("torch",))
     process.start()
     process.join()
     raise SystemExit(process.exitcode)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("alive\n", 0), done.stderr
+    assert done.returncode == 0, done.stderr
