@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mla_fx.backends.ascend.emulator import emulate, operator
+from mla_fx.backends.ascend.emulator.__main__ import main
 from mla_fx.backends.ascend.emulator.releases import NEWEST
 from mla_fx.effects import InputError
 from tests.backends.ascend.legal import make, there
@@ -56,9 +57,19 @@ def test_code_that_knows_nothing_of_it_runs_over_it(tmp_path, named):
     ("given", "message"),
     [([], "name a script, or a module with -m"), (["--cann", "7", "x.py"], "invalid choice: '7'")],
 )
-def test_a_command_that_is_wrong(given, message):
-    done = run(*COMMAND, *given)
-    assert done.returncode == 2 and message in done.stderr and "usage: python -m mla_fx" in done.stderr
+def test_a_command_that_is_wrong(capsys, given, message):
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and message in told and "usage: python -m mla_fx" in told
+
+
+def test_a_command_that_cannot_emulate(capsys, monkeypatch):
+    def fails(**how):
+        raise InputError("torch_npu: is not there")
+
+    monkeypatch.setattr("mla_fx.backends.ascend.emulator.__main__.emulate", fails)
+    assert main(["x.py"]) == 2 and capsys.readouterr().err == "torch_npu: is not there\n"
 
 
 # --- operators that a user adds --------------------------------------------------------
