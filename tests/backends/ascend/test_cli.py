@@ -37,8 +37,8 @@ def test_device_trace(capsys, emulator):
     main = [line.removeprefix("main  ") for line in lines if line.startswith("main")]
     side = [line.removeprefix("side  ") for line in lines if line.startswith("side")]
     assert status == 0 and len(side) == 3
-    assert side[0] == "wait e0" and side[1].startswith("FusedInferAttentionScoreV3") and side[2] == "record e1"
-    first = next(k for k, line in enumerate(main) if line.startswith("FusedInferAttentionScoreV3"))
+    assert side[0] == "wait e0" and side[1].startswith("FusedInferAttentionScoreV4") and side[2] == "record e1"
+    first = next(k for k, line in enumerate(main) if line.startswith("FusedInferAttentionScoreV4"))
     assert "-> bfloat16[2, 128, 512], float32[2, 128, 1]" in main[first] and main[first + 1] == "record e0"
     assert any(line.startswith("Stack -> int16[1, 2, 128, 514]") for line in main)
     assert re.fullmatch(r"\d+ tasks of rank 0: \d+ operators, \d+ bytes copied beside them", lines[-1])

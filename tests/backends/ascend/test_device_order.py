@@ -7,7 +7,7 @@ from mla_fx.backends.ascend.emulator import Traced
 from mla_fx.effects import schedule
 from tests.backends.ascend.steps import ascend, body, setup
 
-FIA, UPDATE, STACK = "aclnnFusedInferAttentionScoreV3", "aclnnAttentionUpdate", "aclnnStack"
+FIA, UPDATE, STACK = "aclnnFusedInferAttentionScoreV4", "aclnnAttentionUpdate", "aclnnStack"
 
 
 def traced(emulator, dtype, ranks, orchestration, seed, layers=None):
