@@ -1,6 +1,5 @@
 """The Ascend backend on the emulated CANN: one machine a process, as it came from the shop for every test."""
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from mla_fx import orchestrations
 from mla_fx.backends import Backend, Collective, InProcess, Run, ascend, device
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.backends.ascend.emulator.build import compiler
+from mla_fx.backends.ascend.emulator.build import compiler, wheel
 from mla_fx.effects import Aval, InputError, Op, Program, bind, on_host, schedule, trace
 from mla_fx.effects.aval import operand
 from tests.ops.conftest import aval, fields
@@ -19,9 +18,8 @@ from tests.ops.conftest import aval, fields
 
 def why_not() -> str | None:
     """Why nothing can be emulated here, None where it can."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed: pip install 'mla-fx[ascend]'"
     try:
+        wheel()
         compiler()
     except InputError as error:
         return str(error)
