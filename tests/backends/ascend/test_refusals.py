@@ -5,8 +5,8 @@ import torch
 
 from mla_fx import backends
 from mla_fx.backends import ascend
+from mla_fx.backends.ascend.calls import release as calls_release
 from mla_fx.backends.ascend.calls.projection import fits
-from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
 from mla_fx.effects import InputError, ops
 from tests.backends.ascend.conftest import refused
 from tests.backends.ascend.legal import at, make
@@ -16,20 +16,31 @@ pytestmark = pytest.mark.usefixtures("emulator")
 
 @pytest.mark.parametrize(
     ("heads", "inner", "features"),
-    [(16, 512, 128), (127, 512, 128), (128, 512, 128), (4, 24, 16), (4, 16, 24), (1, 16, 16), (4096, 16, 16)],
+    [
+        *((16, 512, 128), (127, 512, 128), (128, 512, 128), (4, 24, 16), (4, 16, 24), (1, 16, 16), (4096, 16, 16)),
+        *((4, 128, 192), (4, 192, 128), (3, 5, 7), (65535, 1, 1), (65536, 1, 1), (1, 1, 65535), (1, 1, 65536)),
+        *((511, 128, 128), (512, 128, 128), (2, 65536, 1), (0, 16, 16), (1, 0, 16), (1, 16, 0)),
+    ],
 )
-def test_our_guard_is_the_operators_own(emulator, heads, inner, features):
-    """`fits` says yes exactly where the operator of CANN 9.0 does; a newer one takes more."""
+def test_our_guard_is_the_operators_own(release, heads, inner, features):
+    """`fits` says yes exactly where the operator of that release does."""
     given = {"input": at(3, heads, inner), "weight": at(heads, inner, features)}
-    emulator.play(RELEASES["9.0"])
-    try:
-        if fits(heads, inner, features):
-            assert make("product", given).shape == (3, heads, features)
-        else:
-            with pytest.raises(RuntimeError, match=r"K \* B must be below 65536|K and N must be multiples of 16"):
-                make("product", given)
-    finally:
-        emulator.play(RELEASES[NEWEST])
+    if fits(heads, inner, features, calls_release.cann()):
+        assert make("product", given).shape == (3, heads, features)
+    else:
+        with pytest.raises(RuntimeError, match=r"must be below 65536|must be multiples of|must not be empty"):
+            make("product", given)
+
+
+def test_the_release_is_the_one_that_the_wheel_read(monkeypatch):
+    versions = ["9.1.0"]
+    monkeypatch.setattr(torch.npu.utils, "get_cann_version", versions.pop)
+    calls_release._told.cache_clear()
+    assert calls_release.cann() == calls_release.cann() == (9, 1)  # asked once
+    versions.append("8.5.0")
+    calls_release._told.cache_clear()
+    assert calls_release.cann() == (8, 5)
+    calls_release._told.cache_clear()
 
 
 def history(heads=2, latent=512, rope=64, size=16, columns=1, dtype=torch.bfloat16):
@@ -67,7 +78,6 @@ def test_current_attention_refuses():
 @pytest.mark.parametrize(
     ("ranks", "latent", "dtype", "message"),
     [
-        (16, 8, "float32", "ranks: combine on ascend merges at most 15 and the local part: got 16"),
         (2, 12, "float32", "L: combine on ascend needs a multiple of 8 in 8..512: got 12"),
         (2, 520, "float32", "L: combine on ascend needs a multiple of 8 in 8..512: got 520"),
         (2, 8, "float64", "recv: on ascend must be bf16, fp16 or fp32: got fp64"),
