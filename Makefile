@@ -1,11 +1,10 @@
 # Everything happens in .venv, which is made on first use; only pip's downloads and the compiled emulator leave this folder.
 # A stamp in .venv says what is installed; it is made again when pyproject.toml is newer.
+# torch_npu is kept aside in .venv, for the emulator: where it is installed, `import torch` loads it, and fails without CANN.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# The tests install torch_npu; without CANN, `import torch` would fail on loading it unasked.
-export TORCH_DEVICE_BACKEND_AUTOLOAD ?= 0
 INSTALL := $(BIN)/python -m pip install --quiet --editable
 
 .PHONY: help decode generate test check bench soak clean
@@ -52,6 +51,7 @@ $(VENV)/.run: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: $(VENV)/.run
 	$(INSTALL) '.[test]'
+	@case "$$(uname -sm)" in "Linux x86_64") $(BIN)/python -m mla_fx.backends.ascend.emulator --install ;; esac
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

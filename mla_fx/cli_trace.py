@@ -39,9 +39,11 @@ def device_trace(options: argparse.Namespace, config: ModelConfig, shape: StepSh
     width = max(len(name) for name in streams.values())
     for task in ours:
         print(f"{streams[task.stream]:<{width}}  {_line(task, events)}")
-    operators = sum(task.kind == "operator" for task in ours)
+    operators = [task for task in ours if task.kind == "operator"]
+    kernels = sum(task.kernels for task in operators)
     moved = sum(task.bytes_ for task in ours if task.kind in ("to_device", "to_host", "on_device"))
-    print(f"\n{len(ours)} tasks of {shape.ranks} ranks: {operators} operators, {moved} bytes copied beside them")
+    counted = f"{len(operators)} operators in {kernels} kernels"
+    print(f"\n{len(ours)} tasks of {shape.ranks} ranks: {counted}, {moved} bytes copied beside them")
     return 0
 
 

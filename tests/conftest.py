@@ -1,11 +1,6 @@
 """Which tests run: soak and packaging tests only where they are asked for."""
 
-import os
-
 import pytest
-
-# Where torch_npu is installed, `import torch` imports it too, and that fails without CANN.  Tests that want it ask.
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

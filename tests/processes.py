@@ -93,7 +93,7 @@ class Nursery:
 def nursery(*, emulated: bool) -> Iterator[Nursery]:
     """A process to fork from; `emulated`: with torch_npu over the emulated CANN."""
     command = [sys.executable, "-c", f"from tests.processes import main; main(emulated={emulated})"]
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)  # type: ignore[call-overload]
     try:

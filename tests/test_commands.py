@@ -1,6 +1,7 @@
 """The Makefile with stand-ins for Python and pip: what is installed when, and what an unfit Python is told."""
 
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -71,10 +72,11 @@ def test_dependencies_that_changed_are_installed(tmp_path):
 def test_each_command_installs_what_it_needs(target, extras, tmp_path):
     checkout = Checkout(tmp_path)
     checkout.make(target)  # `check` then fails for want of ruff, which the stand-in does not install
-    installed = [
-        call.removeprefix("python -m pip install --quiet --editable ") for call in checkout.calls() if "pip" in call
-    ]
+    calls = checkout.calls()
+    installed = [call.removeprefix("python -m pip install --quiet --editable ") for call in calls if "pip" in call]
     assert installed == [".", *("." + extra for extra in extras)]
+    here = (platform.system(), platform.machine()) == ("Linux", "x86_64")  # torch_npu has no wheel elsewhere
+    assert calls.count("python -m mla_fx.backends.ascend.emulator --install") == here
 
 
 def test_an_old_python_is_told(tmp_path):

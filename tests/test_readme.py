@@ -15,6 +15,8 @@ from tests.test_imports import ROOT, SOURCES
 READMES = sorted(path for path in ROOT.glob("**/README.md") if not any(p.is_symlink() for p in path.parents))
 READMES = [path for path in READMES if ".venv" not in path.parts and "node_modules" not in path.parts]
 each_readme = pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+#: Emulates a device, and so runs in a process of its own, in `tests/backends/ascend/test_emulator_as_a_tool.py`.
+APART = ROOT / "backends" / "ascend" / "emulator" / "README.md"
 BLOCK = re.compile(
     r"(?:<!-- (?P<note>output|no-run) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -28,6 +30,8 @@ def test_every_folder_has_a_door():
 @each_readme
 def test_code_runs_and_prints_what_it_says(path: Path):
     """Blocks of Python run in order, in one scope; one marked "output" is what the Python before it printed."""
+    if path == APART:
+        pytest.skip("runs in a process of its own, beside the tests of the emulator")
     text = path.read_text()
     scope: dict[str, object] = {}
     printed: str | None = None

@@ -4,25 +4,30 @@ The operator weighs in float32 and reads parts in the payload's dtype, so
 nothing is widened on the way.  Two things it does not do: a part that saw no
 key may hold NaN, which weight 0 does not wash out, and a row that no part saw
 comes out as NaN.  The first is selected away in a copy, the second behind it.
+
+More parts than it takes are merged in groups, and what comes of the groups,
+with the LSEs that the operator gives, again; in float32 until the end, so that
+the result is rounded once.
 """
 
 import math
 
 import torch
 
+from mla_fx.backends.ascend.calls import release
 from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
 from mla_fx.backends.device import Run
 from mla_fx.effects import Aval, ops
 
-#: Parts that the operator takes on every CANN (9.1 takes 128 on A2 and A3).
-PARTS = 16
+
+def parts(cann: tuple[int, int]) -> int:
+    """The most that the operator merges at once, on A2 and A3 (attention_update_tiling.cpp of ops-transformer)."""
+    return 128 if cann >= (9, 1) else 16
 
 
 def takes(op: ops.Combine, recv: Aval, *others: Aval) -> str | None:
-    """Ranks and features that the operator takes."""
-    ranks, latent = recv.shape[0], recv.shape[3]
-    if ranks + 1 > PARTS:
-        return f"ranks: combine on ascend merges at most {PARTS - 1} and the local part: got {ranks}"
+    """Features that the operator takes."""
+    latent = recv.shape[3]
     if latent % 8 or not 8 <= latent <= 512:
         return f"L: combine on ascend needs a multiple of 8 in 8..512: got {latent}"
     return wrong_dtype("recv", recv)
@@ -35,10 +40,27 @@ def rule(
     tokens, heads, latent = local.shape
     if not tokens:
         return (torch.empty_like(local, memory_format=torch.contiguous_format),)
-    lse = torch.cat((recv_lse, local_lse.unsqueeze(0)))
-    unseen = lse == -math.inf
-    parts = recv.masked_fill(unseen[:-1].unsqueeze(-1), 0)
-    local = local.masked_fill(unseen[-1].unsqueeze(-1), 0)
-    rows = [part.reshape(-1, latent) for part in (*parts, local)]
-    merged, _ = torch.ops.npu.npu_attention_update([one.flatten() for one in lse], rows, 0)
-    return (merged.view(tokens, heads, latent).masked_fill(unseen.all(0).unsqueeze(-1), 0),)
+    lse = torch.cat((recv_lse, local_lse.unsqueeze(0))).flatten(1)
+    unseen = lse.isinf()
+    hidden = unseen.view(-1, tokens, heads, 1)
+    given = [*recv.masked_fill(hidden[:-1], 0), local.masked_fill(hidden[-1], 0)]
+    rows, most = [part.reshape(-1, latent) for part in given], parts(release.cann())
+    if len(rows) > most:
+        rows = [part.to(torch.float32) for part in rows]
+    while len(rows) > most:
+        several = [slice(start, start + most) for start in range(0, len(rows), most)]
+        found = [_group(rows[some], lse[some], unseen[some]) for some in several]
+        rows = [row for row, *_ in found]
+        lse, unseen = (torch.stack(of_groups) for of_groups in list(zip(*found, strict=True))[1:])
+    merged, _ = torch.ops.npu.npu_attention_update(list(lse), rows, 0)
+    merged = merged.masked_fill(unseen.all(0).unsqueeze(-1), 0)
+    return (merged.view(tokens, heads, latent).to(local.dtype),)
+
+
+def _group(
+    rows: list[torch.Tensor], lse: torch.Tensor, unseen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Some parts as one: its rows, its LSE, -inf where none of them saw a key, and where that is."""
+    merged, total = torch.ops.npu.npu_attention_update(list(lse), rows, 1)
+    none = unseen.all(0)
+    return merged.masked_fill(none.unsqueeze(-1), 0), total.masked_fill(none, -math.inf), none

@@ -32,6 +32,7 @@ def rule(
     rows, source, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
         x.contiguous(),
         experts.contiguous(),
+        active_num=experts.numel(),  # 8.5 takes -1 at its word and copies no row
         expert_num=own * group.size,
         active_expert_range=[run.rank * own, (run.rank + 1) * own],
         expert_tokens_num_type=1,

@@ -8,14 +8,16 @@ whose four factors stand, computed in float64 and rounded once, in two tables
 of 2048 rows.  Operators on float64 are few on an NPU, and slow.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from mla_fx.backends.device import Run
+from mla_fx.effects.ops.rope_angles import POSITIONS
 
-#: Rows of a table.
-ROWS = 2048
+#: Rows of a table.  A position behind the last would fault the device, so there is none (`ops.RopeAngles`).
+ROWS = math.isqrt(POSITIONS)
 
 
 def tables(frequencies: Sequence[float], magnitude: float) -> torch.Tensor:
@@ -28,7 +30,7 @@ def tables(frequencies: Sequence[float], magnitude: float) -> torch.Tensor:
 def rule(
     positions: torch.Tensor, like: torch.Tensor, *, run: Run, frequencies: Sequence[float], magnitude: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine in float32, of positions below 2048 * 2048."""
+    """Cosine and sine in float32, of all positions that there are."""
     key = ("rope tables", tuple(frequencies), magnitude)
     (high_cos, high_sin), (low_cos, low_sin) = run.constant(key, lambda: tables(frequencies, magnitude))
     high = torch.floor_divide(positions, ROWS)

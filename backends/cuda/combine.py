@@ -13,10 +13,10 @@ def rule(
 ) -> tuple[torch.Tensor]:
     """Weigh one contribution after the other into one float32 buffer (float64 beside float64)."""
     lse = torch.cat((recv_lse, local_lse.unsqueeze(0)))
-    unseen = (lse == -math.inf).unsqueeze(-1)
+    unseen = lse.isinf()
     # Selected away, since 0 * NaN is NaN; softmax itself gives NaN where every LSE is -inf.
-    weights = torch.softmax(lse, 0).unsqueeze(-1).masked_fill(unseen, 0)
+    weights = torch.softmax(lse.masked_fill(unseen, -math.inf), 0).masked_fill(unseen, 0).unsqueeze(-1)
     merged = torch.zeros_like(local, dtype=wide(local.dtype), memory_format=torch.contiguous_format)
-    for part, weight, hidden in zip((*recv, local), weights, unseen, strict=True):
+    for part, weight, hidden in zip((*recv, local), weights, unseen.unsqueeze(-1), strict=True):
         merged.addcmul_(part.to(merged.dtype).masked_fill(hidden, 0), weight)
     return (merged.to(local.dtype),)

@@ -2,12 +2,14 @@
 
 With contributions i = 0..W-1 from `recv` and the local one last:
 
-    m         = max_i lse[i]
-    w[i]      = exp(lse[i] - m)                     0 where lse[i] = -inf
-    out[t, n] = sum_i w[i] * o[i] / sum_i w[i]      0 where every lse is -inf
+    m         = max_i lse[i]                        over those that are finite
+    w[i]      = exp(lse[i] - m)                     0 where lse[i] is +inf or -inf
+    out[t, n] = sum_i w[i] * o[i] / sum_i w[i]      0 where every lse is infinite
 
-A contribution whose LSE is -inf saw no key and weighs nothing: its output may
-hold anything, NaN included.  Accumulated in float32 (float64 beside float64),
+A contribution whose LSE is infinite saw no key and weighs nothing: its output
+may hold anything, NaN included.  -inf is the logarithm of an empty sum; +inf is
+how FlashMLA and npu_fused_infer_attention_score say the same.  A NaN among the
+LSEs is a NaN in the result.  Accumulated in float32 (float64 beside float64),
 stored in the dtype of the partials.  The local part is read where it lies.  Source:
 log-sum-exp merge of partial softmax (FlashAttention, split keys).
 """

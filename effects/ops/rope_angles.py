@@ -5,23 +5,28 @@
     cos[t, i] = m * cos(position[t] * f[i]),  sin[t, i] = m * sin(position[t] * f[i])
 
 The frequencies are parameters, computed by `mla_fx.rope.frequencies`; `m` is
-the ratio of the two YaRN mscales, 1 for DeepSeek-V3.  Sources: RoFormer, YaRN.
+the ratio of the two YaRN mscales, 1 for DeepSeek-V3.  Positions are in
+0..4194303, twice 11 bits, so that a device without float64 may look an angle up
+in two tables.  Sources: RoFormer, YaRN.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from attrs import field, frozen
 from attrs.validators import deep_iterable
 
 from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
-from mla_fx.effects.validate import instance, number
+from mla_fx.effects.validate import InputError, instance, number
+
+#: Positions that there are: 0..POSITIONS - 1.
+POSITIONS: Final = 2048 * 2048
 
 
 @frozen
 class RopeAngles(Op):
-    """`positions` int64 [T], `like` [T, D] -> `cos`, `sin` [T, R / 2] in fp32, or fp64 beside float64.
+    """`positions` int64 [T] in 0..4194303, `like` [T, D] -> `cos`, `sin` [T, R / 2] in fp32, or fp64 beside float64.
 
     `like` is any activation of the step: only its dtype is looked at.
     """
@@ -35,3 +40,10 @@ class RopeAngles(Op):
         """Angles are wide beside `like`."""
         angles = Aval((axes["T"], len(self.frequencies)), wide_dtype(dtype))
         return angles, angles
+
+    def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
+        """Every position is one that there is."""
+        positions = values["positions"]
+        if positions.size and not 0 <= positions.min() <= positions.max() < POSITIONS:
+            wrong = next(position for position in positions.tolist() if not 0 <= position < POSITIONS)
+            raise InputError(f"positions: each must be in 0..{POSITIONS - 1}: got {wrong}")

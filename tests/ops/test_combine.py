@@ -12,6 +12,9 @@ from mla_fx.effects import Aval, ShapeError, ops
 from tests.ops.conftest import exact, strided
 from tests.oracles import attend
 
+#: How a part says that it saw no key: as the logarithm of an empty sum, or as FlashMLA does.
+NONE = (-math.inf, math.inf)
+each_none = pytest.mark.parametrize("none", NONE)
 #: For comparing two merges of the same partials, each with its own roundings.
 CLOSE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -21,7 +24,7 @@ def oracle(out, lse, local, local_lse):
     merged = np.zeros(local.shape)
     for t, n in np.ndindex(*local.shape[:2]):
         pairs = [*zip(out[:, t, n], lse[:, t, n], strict=True), (local[t, n], local_lse[t, n])]
-        seen = [(o, x) for o, x in pairs if x != -math.inf]
+        seen = [(o, x) for o, x in pairs if not math.isinf(x)]
         if seen:
             m = max(x for _, x in seen)
             w = [math.exp(x - m) for _, x in seen]
@@ -59,10 +62,11 @@ def test_combine(rules, rng, shape, layout):
     Partials(rules, rng, *shape).verify(layout)
 
 
+@each_none
 @pytest.mark.parametrize("unseen", ["source", "all sources", "local", "rows", "everything"])
-def test_a_part_that_saw_no_key_never_reaches_the_result(rules, rng, unseen):
+def test_a_part_that_saw_no_key_never_reaches_the_result(rules, rng, unseen, none):
     p = Partials(rules, rng, 3, 2, 2, 5)
-    none, empty = p.lse.new_tensor(-math.inf), p.local.new_tensor(math.nan)
+    none, empty = p.lse.new_tensor(none), p.local.new_tensor(math.nan)
     if unseen in ("source", "rows"):
         where = (slice(1, 2),) if unseen == "source" else ([0, 1, 2, 2], [0, 1, 0, 1], [1, 1, 1, 0])
         p.lse[where], p.out[where] = none, empty
@@ -75,18 +79,27 @@ def test_a_part_that_saw_no_key_never_reaches_the_result(rules, rng, unseen):
         assert torch.equal(p.merge(), torch.zeros_like(p.local))
 
 
-def test_infinite_output_of_an_empty_shard(rules, rng):
+@each_none
+def test_infinite_output_of_an_empty_shard(rules, rng, none):
     p = Partials(rules, rng, 2, 1, 1, 3)
-    p.lse[0], p.out[0] = -math.inf, math.inf
+    p.lse[0], p.out[0] = none, math.inf
     p.verify()
 
 
+def test_both_infinities_in_one_row(rules, rng):
+    p = Partials(rules, rng, 2, 1, 1, 3)
+    p.lse[:, 0, 0], p.out[:] = p.lse.new_tensor(NONE), math.nan
+    assert torch.equal(p.merge(), p.local)
+    p.local_lse[:], p.local[:] = math.inf, math.nan
+    assert torch.equal(p.merge(), torch.zeros_like(p.local))
+
+
 @pytest.mark.parametrize("where", ["source", "local"])
-@pytest.mark.parametrize("others", ["seen", "unseen"])
+@pytest.mark.parametrize("others", [None, *NONE])
 def test_nan_in_an_lse_is_not_hidden(rules, rng, where, others):
     p = Partials(rules, rng, 2, 2, 1, 3)
-    if others == "unseen":
-        p.lse[:], p.local_lse[:] = -math.inf, -math.inf
+    if others is not None:
+        p.lse[:], p.local_lse[:] = others, others
     (p.lse[1] if where == "source" else p.local_lse)[0] = math.nan
     merged = p.merge()
     assert merged[0].isnan().all()
@@ -116,7 +129,7 @@ def test_properties(rules, data, ranks, tokens, seed):
     """Order of sources, a source that saw nothing, a common shift, local and a source swapped: nothing changes."""
     p = Partials(rules, np.random.default_rng(seed), ranks, tokens, 2, 4)
     for s in data.draw(st.sets(st.integers(0, ranks - 1))):
-        p.lse[s], p.out[s] = -math.inf, math.nan
+        p.lse[s], p.out[s] = data.draw(st.sampled_from(NONE)), math.nan
     merged = p.merge()
     p.verify()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx.effects import Aval, ShapeError, ops
+from mla_fx.effects import Aval, InputError, ShapeError, ops
 
 SENSE = {"frequencies": (1.0, 0.5), "magnitude": 1.25}
 NONSENSE = {
@@ -16,7 +16,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 1.25])
-@pytest.mark.parametrize("positions", [[0, 1, 3, 4095], [163839, 2**24 + 1], []])
+@pytest.mark.parametrize("positions", [[0, 1, 3, 4095], [163839, 2**22 - 1], []])
 def test_angles(rules, positions, magnitude):
     frequencies = (1.0, 0.0390069, 3.3338e-6)
     like = rules.tensor(np.zeros((len(positions), 5)))
@@ -41,6 +41,17 @@ def test_strided_positions(rules):
     positions = torch.tensor([[5, 9], [6, 9], [7, 9]])[:, 0]
     cos, _ = rules(ops.RopeAngles((0.5,), 1.0), positions, rules.tensor(np.zeros((3, 1))))
     np.testing.assert_allclose(cos[:, 0].numpy(), [math.cos(p / 2) for p in (5, 6, 7)], atol=1e-7)
+
+
+@pytest.mark.parametrize("positions", [[], [0, 2**22 - 1], [7, 7]])
+def test_positions_that_there_are(positions):
+    ops.RopeAngles((1.0,), 1.0).value_rule({}, {"positions": np.array(positions, dtype=np.int64)})
+
+
+@pytest.mark.parametrize(("positions", "wrong"), [([3, -1], -1), ([2**22], 2**22), ([0, 2**40, -5], 2**40)])
+def test_positions_that_there_are_not(positions, wrong):
+    with pytest.raises(InputError, match=rf"positions: each must be in 0\.\.4194303: got {wrong}$"):
+        ops.RopeAngles((1.0,), 1.0).value_rule({}, {"positions": np.array(positions)})
 
 
 @pytest.mark.parametrize(("dtype", "angles"), [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])

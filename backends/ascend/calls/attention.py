@@ -1,4 +1,4 @@
-"""Attention over a latent: npu_fused_infer_attention_score in layout TND, or plain torch in float32.
+"""Attention over a latent: npu_fused_infer_attention_score_v2 in layout TND, or plain torch in float32.
 
 The operator takes bf16 and fp16, L = 512 with R = 64, one KV head, and 1, 2,
 4, .. 128 query heads; other head counts are padded with zeros and trimmed.  In
@@ -63,7 +63,7 @@ def fused(
     """`q_latent` [T, H, L], `q_rope` [T, H, R] -> output [T, H, L] and LSE [T, H].
 
     Request b has the next `lengths[b]` queries and sees `keys[b]` keys; the
-    operator gets them as `actual_seq_lengths_kv`, where it wants them cumulative
+    operator gets them as `actual_seq_kvlen`, where it wants them cumulative
     (without paging) `how` says so.  `how` is passed on: scale, mask, paging.
     """
     tokens, heads = q_latent.shape[:2]
@@ -108,30 +108,30 @@ def _call(
     ends = list(accumulate(lengths))
     paged = "block_table" in how
     options = {
-        "num_heads": queries[0].shape[1],
+        "num_query_heads": queries[0].shape[1],
         "num_key_value_heads": 1,  # the default means as many as query heads
         "input_layout": "TND",
-        "softmax_lse_flag": True,
-        **how,
+        "return_softmax_lse": True,
+        **{"softmax_scale" if name == "scale" else name: value for name, value in how.items()},
     }
 
     def given(tokens: int, ends: list[int], kv: list[int]) -> tuple[list[torch.Tensor], dict[str, Any]]:
         query, rope = (part[:tokens] for part in queries)
         latent, k_rope = stored if paged else (part[:tokens] for part in stored)
-        lists = {"actual_seq_lengths": ends, "actual_seq_lengths_kv": kv}
+        lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": kv}
         return [query, latent, latent], {"query_rope": rope, "key_rope": k_rope, **lists, **options}
 
     def largest() -> torch.Tensor:  # for all T tokens, whatever the lengths of this step
         whole = [*ends[:-1], queries[0].shape[0]]
         tensors, named = given(whole[-1], whole, list(keys) if paged else whole)
-        room: torch.Tensor = npu._npu_fused_infer_attention_score_get_max_workspace(*tensors, **named)
+        room: torch.Tensor = npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **named)
         return room
 
     tensors, named = given(ends[-1], ends, list(keys) if paged else ends)
     table = tuple(how["block_table"].shape) if paged else ()
     room = workspace.room((queries[0].shape, queries[0].dtype, stored[0].shape, table), largest)
     out, lse = into
-    npu.npu_fused_infer_attention_score.out(*tensors, **named, workspace=room, out=[out, lse.unsqueeze(-1)])
+    npu.npu_fused_infer_attention_score_v2.out(*tensors, **named, workspace=room, out=[out, lse.unsqueeze(-1)])
 
 
 def _blind(lengths: Sequence[int], keys: Sequence[int], tokens: int) -> list[tuple[int, int]]:

@@ -15,47 +15,96 @@ that ends and one that does not come within HCCL_EXEC_TIMEOUT seconds (120) are
 errors where the host waits.  With several processes a seed leads the
 interleaving, but how fast peers are is not drawn.
 
+It plays three releases of CANN, `emulate(cann="8.5")`, "9.0" and "9.1", the
+newest unless told: what a release refuses, it refuses, and what a release
+leaves unwritten stays NaN.  `emulator.operator` adds an operator;
+`python -m mla_fx.backends.ascend.emulator` runs a script or a module over it.
+README.md in this folder says how.
+
 Nothing here says how fast an NPU is, and nothing here has been compared with one.
 """
 
 import contextlib
+import io
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 
-from mla_fx.backends.ascend.emulator.build import library_folder
+import torch
+
+from mla_fx.backends.ascend.emulator.build import library_folder, wheel
 from mla_fx.backends.ascend.emulator.machine import Machine as Machine
 from mla_fx.backends.ascend.emulator.machine import Traced as Traced
-from mla_fx.backends.ascend.emulator.operators import OPERATORS
+from mla_fx.backends.ascend.emulator.operator import RefusedError as RefusedError
+from mla_fx.backends.ascend.emulator.operators import operators
+from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES, release
 from mla_fx.effects import InputError
 
 
 @cache
 def _machine() -> Machine:
-    return Machine(library_folder(list(OPERATORS)), OPERATORS)
+    newest = RELEASES[NEWEST]
+    return Machine(library_folder(list(operators(newest))), operators, newest)
 
 
-def load() -> Machine:
+def load(*, cann: str | None = None) -> Machine:
     """Put the emulated CANN under torch_npu in this process, for good, and import torch_npu over it.
 
     The first call compiles the libraries unless they are in the cache.  The
     device is not touched and no thread is started, so that a process which has
-    loaded may fork others, each with a device of its own.  Raises `InputError`
-    when torch_npu is missing or was imported before, or when nothing can be compiled.
+    loaded may fork others, each with a device of its own.  `cann` is the
+    release: the newest, or what this process plays already.  A process may
+    play one after the other; what the wheel itself keeps of the first (it asks
+    once) concerns none of the operators here.  Raises `InputError` when
+    torch_npu is missing or was imported before, when nothing can be compiled,
+    or for another release.
     """
-    if not _machine.cache_info().currsize:
-        if "torch_npu" in sys.modules:
-            raise InputError("emulate: must be called before torch_npu is imported: got it imported over another CANN")
-        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # for processes that are started from here
+    chosen = None if cann is None else release(cann)
+    first = not _machine.cache_info().currsize
+    if first and "torch_npu" in sys.modules:
+        raise InputError("emulate: must be called before torch_npu is imported: got it imported over another CANN")
     machine = _machine()
-    with contextlib.redirect_stdout(sys.stderr):  # on which the wheel has things to say about its environment
-        import torch_npu  # noqa: F401
-
+    if chosen is not None:
+        machine.play(chosen)
+    if first:
+        folder = str(wheel().parent)
+        found = folder in sys.path
+        if not found:  # put there for as long as the import takes: processes that are spawned inherit the path
+            sys.path.append(folder)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), _quiet():  # on stdout it misses a CANN in the environment
+                import torch_npu  # noqa: F401
+        finally:
+            if not found:
+                sys.path.remove(folder)
     return machine
 
 
-def emulate(*, seed: int = 0) -> Machine:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the wheel prints to stderr at every start, on any device; below Python, so for the process."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@cache
+def _touch() -> None:
+    """The first allocation, which warns."""
+    with _quiet():
+        torch.empty(1, device="npu")
+
+
+def emulate(*, seed: int = 0, cann: str | None = None) -> Machine:
     """Load it (see `load`) and set a seed: the machine of this process, the same one in every call."""
-    machine = load()
+    machine = load(cann=cann)
+    _touch()
     machine.seed(seed)
     return machine

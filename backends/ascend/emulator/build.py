@@ -16,8 +16,8 @@ all, so that processes may race for it.
 """
 
 import hashlib
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -25,7 +25,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +36,8 @@ from mla_fx.effects import InputError
 
 _HERE = Path(__file__).parent
 _SOURCES = ("runtime.cpp", "descriptors.cpp", "hccl.cpp")
+#: The wheel that is emulated under.
+WHEEL: Final = "2.13.0"
 #: In the order in which they must be loaded.
 LIBRARIES: Final = (
     "libascendcl",
@@ -53,12 +57,40 @@ _OPERATOR = re.compile(rb"(?<=\0)(aclnn\w+)GetWorkspaceSize(?=\0)")
 _LOOKED_UP = re.compile(rb"(?<=\0)(?:aclrt|aclprof|aclmdl|aclop|aclsys|aclGet|aclSet|aclQuery)\w+(?=\0)")
 
 
+def shelf() -> Path:
+    """Where the wheel is kept for the emulator alone.
+
+    torch imports a torch_npu that it finds unasked, and so does transformers,
+    which fails without CANN; what lies here, off the path, they do not find.
+    """
+    return Path(sys.prefix) / "share" / "mla_fx" / "emulated"
+
+
+def install() -> None:
+    """Put the wheel on the shelf by pip, with the one of its dependencies that torch has not; raises `InputError`."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+    command += ["--target", str(shelf()), f"torch_npu=={WHEEL}", "pyyaml"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(f"install: {' '.join(command)} must succeed: got status {done.returncode}\n{done.stderr}")
+
+
 def wheel() -> Path:
-    """The folder of the installed torch_npu; raises `InputError`.  Does not import it."""
-    spec = importlib.util.find_spec("torch_npu")
-    if spec is None or not spec.submodule_search_locations:
-        raise InputError("torch_npu: must be installed to be emulated under: pip install torch_npu==2.13.0")
-    return Path(spec.submodule_search_locations[0])
+    """The folder of torch_npu, on the path or on the shelf; raises `InputError`.  Does not import it."""
+    for path in (None, [str(shelf())]):
+        spec = importlib.machinery.PathFinder.find_spec("torch_npu", path)
+        if spec is not None and spec.submodule_search_locations:
+            return Path(spec.submodule_search_locations[0])
+    raise InputError(
+        "torch_npu: must be there to be emulated under: got none; python -m mla_fx.backends.ascend.emulator --install "
+        f"gets torch_npu {WHEEL} and keeps it where only the emulator looks for it"
+    )
+
+
+def version() -> str:
+    """Of the wheel."""
+    (found,) = importlib.metadata.distributions(name="torch_npu", path=[str(wheel().parent)])
+    return found.version
 
 
 def compiler() -> str:
@@ -82,27 +114,44 @@ def cache() -> Path:
 def library_folder(operators: Sequence[str]) -> Path:
     """The folder of the libraries, in which `operators` and all that the wheel knows have entry points.
 
-    Built unless it is there.  Raises `InputError` when there is no wheel, no compiler, or the compiler fails.
+    Built unless it is there, which is said on stderr.  Raises `InputError` when there is no wheel, no compiler, no
+    cache that can be written, or the compiler fails.
     """
     made_from = hashlib.sha256()
     for part in (*(_HERE / name for name in _SOURCES), Path(__file__), _HERE / "trampolines.py"):
         made_from.update(part.read_bytes())
-    version = importlib.metadata.version("torch_npu")
-    for text in (version, platform.machine(), sys.platform, compiler(), *operators):
+    for text in (version(), platform.machine(), sys.platform, compiler(), *operators):
         made_from.update(f"{text}\0".encode())
     folder = cache() / f"emulated-cann-{made_from.hexdigest()[:20]}"
     if not folder.is_dir():
-        cache().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache(), prefix="building-") as temporary:
-            made = Path(temporary) / "lib"
-            made.mkdir()
+        with _workplace() as made:
+            print(f"mla_fx: compiling the emulated CANN, once, into {folder}: up to a minute", file=sys.stderr)
+            start = time.monotonic()
             _compile(made, operators)
             try:
                 made.rename(folder)
             except OSError:
                 if not folder.is_dir():  # else another process was first, with the same content
                     raise
+            print(f"mla_fx: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
     return folder
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    """An empty folder in the cache, which goes away unless it is moved; raises `InputError` where none can be made."""
+    try:
+        cache().mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=cache(), prefix="building-")
+    except OSError as error:
+        raise InputError(
+            f"XDG_CACHE_HOME: the emulator is compiled into {cache()}, where a folder must be possible to make; "
+            f"name another place in XDG_CACHE_HOME: got {error}"
+        ) from None
+    with temporary as name:
+        made = Path(name) / "lib"
+        made.mkdir()
+        yield made
 
 
 def entry_points(folder: Path) -> list[str]:

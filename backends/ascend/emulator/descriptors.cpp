@@ -44,6 +44,15 @@ static void* array(const void* values, uint64_t length) {
   return made;
 }
 
+// Of a result whose size the device decides; the caller deletes the array.
+int aclGetViewShape(const void* tensor, int64_t** shape, uint64_t* axes) {
+  auto* found = static_cast<const Tensor*>(tensor);
+  *axes = found->axes;
+  *shape = new int64_t[found->axes];
+  memcpy(*shape, found->shape, sizeof(int64_t) * found->axes);
+  return 0;
+}
+
 void* aclCreateIntArray(const int64_t* values, uint64_t length) { return array(values, length); }
 void* aclCreateTensorList(void* const* values, uint64_t length) { return array(values, length); }
 

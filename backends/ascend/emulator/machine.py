@@ -1,6 +1,6 @@
 """The emulated device in this process: loaded libraries, operators as callbacks, seeds and traces.
 
-Decided here: how arguments of an operator are read, and what a trace says.
+Decided here: what happens when the wheel calls an operator, and what a trace says.
 What the device does with tasks is `runtime.cpp`; what operators compute is `operators`.
 """
 
@@ -10,26 +10,17 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, TypeVar
 
 import torch
 from attrs import define, field, frozen
 
-from mla_fx.backends.ascend.emulator.build import LIBRARIES, entry_points
-from mla_fx.backends.ascend.emulator.operator import NULL_ARGUMENT, Operator, RefusedError, poison
+from mla_fx.backends.ascend.emulator.arguments import ARGUMENTS
+from mla_fx.backends.ascend.emulator.build import LIBRARIES, SUFFIXES, entry_points
+from mla_fx.backends.ascend.emulator.operator import NULL_ARGUMENT, Operator, RefusedError, Sized, poison
+from mla_fx.backends.ascend.emulator.releases import Release
+from mla_fx.effects import InputError
 
-_DTYPES = {
-    0: torch.float32,
-    1: torch.float16,
-    2: torch.int8,
-    3: torch.int32,
-    4: torch.uint8,
-    6: torch.int16,
-    9: torch.int64,
-    11: torch.float64,
-    12: torch.bool,
-    27: torch.bfloat16,
-}
 _KINDS = ("operator", "record", "wait", "to_device", "to_host", "on_device", "fill", "collective")
 #: As `hccl.cpp` numbers them; and its dtypes.
 _COLLECTIVES = (
@@ -40,6 +31,7 @@ _SENT = (
     *(torch.int8, torch.int16, torch.int32, torch.float16, torch.float32, torch.int64),
     *(torch.uint64, torch.uint8, torch.uint16, torch.uint32, torch.float64, torch.bfloat16),
 )
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Pointer = ctypes.c_void_p
 _Absent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 _Run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int, _Pointer, ctypes.c_uint64)
@@ -56,6 +48,9 @@ class Traced:
     it, or a collective's; `operands` and `results` are the dtypes and shapes of
     an operator's tensors, of a collective what this rank sends.  `bytes_` is
     what a copy moved, the size of an operator's tensors, or what a rank sends.
+    `kernels` is how many an operator's call launches, of those that can be
+    told from its arguments: its own, and one for each operand that it first
+    makes contiguous, and for each result that it copies to where it lies.
     """
 
     kind: str
@@ -65,6 +60,7 @@ class Traced:
     operands: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
     results: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
     bytes_: int = 0
+    kernels: int = 1
 
     @property
     def casts(self) -> bool:
@@ -77,67 +73,6 @@ class _Entry(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("kind", "stream", "subject", "bytes")]
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("axes", "dtype", "offset")),
-        ("memory", _Pointer),
-        ("shape", ctypes.c_int64 * 8),
-        ("strides", ctypes.c_int64 * 8),
-    ]
-
-
-def _tensor(address: int | None) -> torch.Tensor | None:
-    """A CPU tensor in the memory of a device tensor; without memory (sizes are being asked for) a meta tensor."""
-    if not address:
-        return None
-    found = _Tensor.from_address(address)
-    dtype, shape, strides = _DTYPES[found.dtype], found.shape[: found.axes], found.strides[: found.axes]
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    if not found.memory:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    span = found.offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    raw = (ctypes.c_char * (span * dtype.itemsize)).from_address(found.memory)
-    return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides, found.offset)
-
-
-def _integers(address: int | None) -> list[int] | None:
-    if not address:
-        return None
-    words = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
-    return [words[1 + index] for index in range(words[0])]
-
-
-def _tensors(address: int | None) -> list[torch.Tensor | None]:
-    return [_tensor(item) for item in _integers(address) or ()]
-
-
-def _number(address: int) -> Any:
-    dtype = _DTYPES[ctypes.c_int64.from_address(address).value]
-    return torch.frombuffer(bytearray(ctypes.string_at(address + 8, 8)), dtype=dtype)[0].item()
-
-
-def _text(value: bytes | None) -> str | None:
-    return value.decode() if value is not None else None
-
-
-#: Word of a signature -> how C passes it, and how it is read.
-_ARGUMENTS: Final[Mapping[str, tuple[Any, Callable[[Any], Any]]]] = {
-    "T": (_Pointer, _tensor),
-    "O": (_Pointer, _tensor),
-    "L": (_Pointer, _tensors),
-    "W": (_Pointer, _tensors),
-    "I": (_Pointer, _integers),
-    "S": (_Pointer, _number),
-    "s": (ctypes.c_char_p, _text),
-    "i8": (ctypes.c_int8, int),
-    "i32": (ctypes.c_int32, int),
-    "i64": (ctypes.c_int64, int),
-    "d": (ctypes.c_double, float),
-    "b": (ctypes.c_bool, bool),
-}
-
-
 @frozen(eq=False, repr=False)
 class _Call:
     """An operator on its way: planned, perhaps launched."""
@@ -147,11 +82,21 @@ class _Call:
     arguments: list[Any]
 
     def tensors(self, *, written: bool) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        for kind, value in zip(self.operator.kinds, self.arguments, strict=True):
-            if (kind in ("O", "W")) is written and kind in ("T", "O", "L", "W"):
-                found += [t for t in (value if kind in ("L", "W") else [value]) if t is not None]
-        return found
+        return [tensor for kind, _, tensor in self._each() if (kind in ("O", "W", "D")) is written]
+
+    def kernels(self) -> int:
+        """See `Traced`.  What is written in place is made contiguous, and copied back."""
+        strided = [place for _, place, tensor in self._each() if not self.operator.lies(place, tensor)]
+        return 1 + len(strided) + (self.name.startswith("aclnnInplace") and 0 in strided)
+
+    def _each(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Every tensor with the word and the position of its argument."""
+        for place, (kind, value) in enumerate(zip(self.operator.kinds, self.arguments, strict=True)):
+            if kind in ("T", "O", "L", "W", "D"):
+                for found in value if kind in ("L", "W") else [value]:
+                    tensor = found.room if isinstance(found, Sized) else found
+                    if tensor is not None:
+                        yield kind, place, tensor
 
 
 @define(eq=False, repr=False)
@@ -159,14 +104,19 @@ class Machine:
     """The emulated device; `emulate` makes the one of this process."""
 
     folder: Path
-    operators: Mapping[str, Operator]
+    _table: Callable[[Release], Mapping[str, Operator]]
+    _release: Release
+    _operators: dict[str, Operator] = field(factory=dict, init=False)
+    _added: dict[str, Operator] = field(factory=dict, init=False)  # by hand; in every release
     _runtime: ctypes.CDLL = field(init=False)
     _pending: dict[int, _Call] = field(factory=dict, init=False)
     _traced: dict[int, _Call] | None = field(default=None, init=False)
     _thrown_away: int = field(default=0, init=False)  # this call and all before it
     _numbers: Iterator[int] = field(factory=lambda: itertools.count(1), init=False)
     _callbacks: list[Any] = field(factory=list, init=False)
-    _entries: list[str] = field(factory=list, init=False)
+    _slots: Any = field(init=False)
+    _launch: int | None = field(init=False)
+    _entries: dict[str, int] = field(factory=dict, init=False)  # to slots
     _message: bytes = field(default=b"", init=False)  # C keeps a copy; this is for readers
 
     def __attrs_post_init__(self) -> None:
@@ -175,24 +125,62 @@ class Machine:
         self._runtime.emulator_trace_length.restype = ctypes.c_int64
         self._runtime.emulator_trace_entries.restype = _Pointer
         self._runtime.emulator_seed.argtypes = [ctypes.c_uint64]
-        self._entries = entry_points(self.folder)
+        self._entries = {name: slot for slot, name in enumerate(entry_points(self.folder))}
         run, absent = _Run(self._run), _Absent(self._absent)
         self._callbacks += [run, absent]
         entries.emulator_python(run, absent)
-        slots = (_Pointer * len(self._entries)).in_dll(entries, "operator_slots")
-        launch, nowhere = (
-            ctypes.cast(getattr(entries, name), _Pointer).value for name in ("emulator_launch", "absent_operator")
-        )
-        for index, entry in enumerate(self._entries):
-            name = entry.removesuffix("GetWorkspaceSize").removesuffix("GetMaxWorkspaceSize")
-            if name not in self.operators:
-                slots[index] = nowhere
-            elif entry == name:
-                slots[index] = launch
-            else:
-                plan = self._planner(name, self.operators[name], launched=entry.endswith("GetWorkspaceSize"))
+        self._slots = (_Pointer * len(self._entries)).in_dll(entries, "operator_slots")
+        self._launch = ctypes.cast(entries.emulator_launch, _Pointer).value
+        nowhere = ctypes.cast(entries.absent_operator, _Pointer).value
+        self._slots[:] = [nowhere] * len(self._entries)
+        self.play(self._release)
+
+    @property
+    def release(self) -> Release:
+        """What is played."""
+        return self._release
+
+    def play(self, release: Release) -> None:
+        """Be a device of this release from here on; what was issued before was planned by the one before."""
+        self._release = release
+        self._runtime.emulator_cann(*(part.encode() for part in release.version.split(".")))
+        for name, operator in {**self._table(release), **self._added}.items():
+            self._install(name, operator)
+
+    def operator(self, name: str, signature: str, **how: Any) -> Callable[[_Function], _Function]:
+        """Decorate a function that computes an operator of that aclnn name: it is in the table from here on.
+
+        `signature` and `how` (`check`, `scratch`, `begin`, `lies`) are those of `emulator.operator.Operator`.  An
+        operator that is there already is replaced.  Raises `InputError` for a name that the wheel does not look up,
+        or for an unknown word in the signature.
+        """
+        if name not in self._entries:
+            raise InputError(f"name: must be an operator that the wheel looks up: got {name}")
+        for word in signature.split():
+            if word not in ARGUMENTS:
+                raise InputError(f"signature: must consist of {' '.join(ARGUMENTS)}: got {word}")
+
+        def add(function: _Function) -> _Function:
+            self._added[name] = Operator(signature, function, **how)
+            self._install(name, self._added[name])
+            return function
+
+        return add
+
+    def _install(self, name: str, operator: Operator) -> None:
+        """Into the table and, where the signature is new, into the slots."""
+        before = self._operators.get(name)
+        self._operators[name] = operator
+        if before is not None and before.signature == operator.signature:
+            return
+        for suffix in SUFFIXES:
+            slot = self._entries[name + suffix]
+            if suffix:
+                plan = self._planner(name, operator.kinds, launched=suffix == "GetWorkspaceSize")
                 self._callbacks.append(plan)
-                slots[index] = ctypes.cast(plan, _Pointer).value
+                self._slots[slot] = ctypes.cast(plan, _Pointer).value
+            else:
+                self._slots[slot] = self._launch
 
     def seed(self, seed: int) -> None:
         """From here on, streams are interleaved by `seed`.
@@ -253,17 +241,19 @@ class Machine:
             operands=tuple((t.dtype, tuple(t.shape)) for t in operands),
             results=tuple((t.dtype, tuple(t.shape)) for t in results),
             bytes_=sum(t.numel() * t.element_size() for t in operands + results),
+            kernels=call.kernels(),
         )
 
     # --- called from C ---------------------------------------------------------
 
-    def _planner(self, name: str, operator: Operator, *, launched: bool) -> Any:
+    def _planner(self, name: str, kinds: list[str], *, launched: bool) -> Any:
         """The function behind GetWorkspaceSize, or (not launched) GetMaxWorkspaceSize."""
-        passed = [_ARGUMENTS[kind] for kind in operator.kinds]
+        passed = [ARGUMENTS[kind] for kind in kinds]
         size, executor = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(_Pointer)
         kind: Any = ctypes.CFUNCTYPE(ctypes.c_int, *(ctype for ctype, _ in passed), size, executor)
 
         def plan(*raw: Any) -> int:
+            operator = self._operators[name]
             try:
                 arguments = [read(value) for (_, read), value in zip(passed, raw[:-2], strict=True)]
                 operator.check(*arguments)
@@ -286,7 +276,10 @@ class Machine:
         try:
             call = self._pending[number] if phase == 0 else self._pending.pop(number)
             arguments = call.arguments
-            if workspace and call.operator.scratch(*arguments):
+            need = call.operator.scratch(*arguments)
+            if need > size:
+                raise IndexError(f"workspace: must have {need} bytes: got {size}")
+            if need and workspace:
                 raw = (ctypes.c_char * size).from_address(workspace)
                 arguments = [torch.frombuffer(raw, dtype=torch.uint8), *arguments]
             if phase == 0:
@@ -301,7 +294,7 @@ class Machine:
             return self._say(traceback.format_exc(), 1)
 
     def _absent(self, index: int) -> int:
-        return self._say(f"{self._entries[index]} is not in the emulator's table of operators", NULL_ARGUMENT)
+        return self._say(f"{list(self._entries)[index]} is not in the emulator's table of operators", NULL_ARGUMENT)
 
     def _say(self, message: str, status: int) -> int:
         self._message = message.encode()

@@ -6,9 +6,10 @@ the order in which the wheel passes them:
 
     T  tensor, or None          O  tensor that is only written
     L  list of tensors          W  list of tensors that are only written
+    D  tensor that is only written and whose shape the operator decides, up to the shape that is passed
     I  list of integers, or None
-    S  number                   s  text, or None
-    i8 i32 i64  integer         d  double        b  bool
+    S  number, or None          s  text, or None
+    i8 i32 i64  integer         d f  double, float        b  bool
 
 An operator begins and ends in two moves, and others may move in between.  When
 it begins, what it only writes becomes NaN; an operator with scratch puts its
@@ -23,6 +24,8 @@ from attrs import frozen
 
 #: `aclnn` status codes, as the wheel reports them.
 NULL_ARGUMENT, INVALID_ARGUMENT, TILING_REFUSED = 161001, 161002, 561002
+#: What most operators that compute take.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class RefusedError(Exception):
@@ -39,6 +42,11 @@ def require(holds: bool, message: str, status: int = INVALID_ARGUMENT) -> None:
         raise RefusedError(message, status)
 
 
+def tiling(holds: bool, message: str) -> None:
+    """Raise `RefusedError` as an operator's tiling does, unless `holds`."""
+    require(holds, message, TILING_REFUSED)
+
+
 def _nothing(*arguments: Any) -> None:
     pass
 
@@ -47,12 +55,30 @@ def _no_scratch(*arguments: Any) -> int:
     return 0
 
 
+def contiguous(position: int, tensor: torch.Tensor) -> bool:
+    """For `Operator.lies`: most operators take contiguous tensors."""
+    return tensor.is_contiguous()
+
+
+def any_strides(position: int, tensor: torch.Tensor) -> bool:
+    """For `Operator.lies`: operators that copy."""
+    return True
+
+
+def or_transposed(position: int, tensor: torch.Tensor) -> bool:
+    """For `Operator.lies`: matrix products, which also take matrices whose last two axes are swapped."""
+    return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.transpose(-1, -2).is_contiguous())
+
+
 @frozen
 class Operator:
     """An operator: `run(*arguments)`, and before it `check(*arguments)`, which may raise `RefusedError`.
 
     `scratch(*arguments)` is the bytes of workspace it asks for.  Where that is
     not 0, `begin` and `run` get the workspace, a uint8 tensor, as first argument.
+    `lies(position, tensor)` says whether an argument is taken as it lies; the
+    real call makes the others contiguous first, in a kernel each (and results
+    behind), which a trace counts (`Traced.kernels`).
     """
 
     signature: str
@@ -60,6 +86,7 @@ class Operator:
     check: Callable[..., None] = _nothing
     scratch: Callable[..., int] = _no_scratch
     begin: Callable[..., None] = _nothing
+    lies: Callable[[int, torch.Tensor], bool] = contiguous
 
     @property
     def kinds(self) -> list[str]:
@@ -68,13 +95,25 @@ class Operator:
 
 
 def poison(written: list[torch.Tensor], read: list[torch.Tensor]) -> None:
-    """Make what is only written NaN (integers: -1), except where it is an operand too."""
+    """Make what is only written NaN (integers: the largest), except where it is an operand too."""
     for tensor in written:
         if tensor.numel() and not any(_overlap(tensor, other) for other in read):
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
             elif tensor.dtype != torch.bool:
                 tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+class Sized:
+    """A result of word D: `put` writes it and says how large it became."""
+
+    def __init__(self, room: torch.Tensor, said: Callable[[list[int]], None]) -> None:
+        self.room, self._said = room, said
+
+    def put(self, found: torch.Tensor) -> None:
+        """Write `found` to the front of the room, as the contiguous tensor that it will be."""
+        self.room.view(-1)[: found.numel()] = found.reshape(-1)
+        self._said(list(found.shape))
 
 
 def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -6,18 +6,16 @@ from typing import Any, Final
 
 import torch
 
-from mla_fx.backends.ascend.emulator.operator import TILING_REFUSED, Operator, require
+from mla_fx.backends.ascend.emulator.operator import Operator, require, tiling
 
 
 def check_dynamic_quant(
     x: torch.Tensor, smooth: Any, groups: Any, kind: int, q: torch.Tensor, scale: torch.Tensor, offset: Any
 ) -> None:
-    """float16 and bfloat16 of two axes or more; only symmetric int8 is emulated."""
+    """float16 and bfloat16; only symmetric int8 is emulated.  The wheel asks for two axes or more."""
     require(x.dtype in (torch.float16, torch.bfloat16), f"x must be float16 or bfloat16: got {x.dtype}")
-    require(x.dim() > 1, f"x must have more than one axis: got {x.dim()}")
     require(x.numel() > 0, "x must not be empty")
     require(smooth is groups is offset is None and q.dtype == torch.int8, "only plain int8 is emulated")
-    require(scale.dtype == torch.float32, f"scale must be float32: got {scale.dtype}")
 
 
 def run_dynamic_quant(
@@ -53,7 +51,7 @@ def check_quant_matmul(
     require(x1.is_contiguous(), f"x1 must be contiguous: got strides {x1.stride()}")
     require(x2.is_contiguous() or x2.t().is_contiguous(), f"x2 must be contiguous or transposed: got {x2.stride()}")
     last = max(x1.shape[1], x2.shape[1])
-    require(last <= 65535, f"the last axes of x1 and x2 must be at most 65535: got {last}", TILING_REFUSED)
+    tiling(last <= 65535, f"the last axes of x1 and x2 must be at most 65535: got {last}")
     require(not transpose1 and not transpose2 and group_size == 0, "transpose flags and groups are not emulated")
     require(y_scale is x2_offset is bias is None, "y_scale, offset and bias are not emulated")
     require(x1_scale is not None, "without a scale for each token: not emulated")

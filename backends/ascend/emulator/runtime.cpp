@@ -17,6 +17,7 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -358,12 +359,21 @@ aclError aclInit(const char*) { return 0; }
 aclError aclFinalize() { return 0; }
 int aclDestroyAclOpExecutor(void*) { return 0; }
 
+static char played[3][4] = {"9", "1", "0"};  // major, minor and release
+
+// The release that is played.  The wheel keeps some of what it decides by it.
+void emulator_cann(const char* major, const char* minor, const char* release) {
+  strncpy(played[0], major, 3);
+  strncpy(played[1], minor, 3);
+  strncpy(played[2], release, 3);
+}
+
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
-  memset(version, 0, sizeof *version);  // 8.1 or later, or the wheel refuses rope operands of attention
-  strcpy(version->version, "8.5.0");
-  strcpy(version->majorVersion, "8");
-  strcpy(version->minorVersion, "5");
-  strcpy(version->releaseVersion, "0");
+  memset(version, 0, sizeof *version);
+  snprintf(version->version, sizeof version->version, "%s.%s.%s", played[0], played[1], played[2]);
+  strcpy(version->majorVersion, played[0]);
+  strcpy(version->minorVersion, played[1]);
+  strcpy(version->releaseVersion, played[2]);
   return 0;
 }
 

@@ -1,6 +1,5 @@
 """The Ascend backend on the emulated CANN: one machine a process, as it came from the shop for every test."""
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,8 +9,10 @@ import torch
 
 from mla_fx import orchestrations
 from mla_fx.backends import Backend, Collective, InProcess, Run, ascend, device
+from mla_fx.backends.ascend.calls import release as calls_release
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.backends.ascend.emulator.build import compiler
+from mla_fx.backends.ascend.emulator.build import compiler, wheel
+from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
 from mla_fx.effects import Aval, InputError, Op, Program, bind, on_host, schedule, trace
 from mla_fx.effects.aval import operand
 from tests.ops.conftest import aval, fields
@@ -19,9 +20,8 @@ from tests.ops.conftest import aval, fields
 
 def why_not() -> str | None:
     """Why nothing can be emulated here, None where it can."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed: pip install 'mla-fx[ascend]'"
     try:
+        wheel()
         compiler()
     except InputError as error:
         return str(error)
@@ -41,6 +41,16 @@ def emulator(machine: Machine) -> Iterator[Machine]:
     yield machine
     machine.recover()
     machine.synchronize()
+
+
+@pytest.fixture(params=RELEASES)
+def release(emulator: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each release of CANN, played to the wheel and told to our rules.  (The wheel itself reads it once a process.)"""
+    played = RELEASES[request.param]
+    emulator.play(played)
+    monkeypatch.setattr(calls_release, "cann", lambda: calls_release.number(played.version))
+    yield request.param
+    emulator.play(RELEASES[NEWEST])
 
 
 def to_device(operand: Any) -> Any:

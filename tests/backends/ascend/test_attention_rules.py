@@ -89,7 +89,7 @@ def test_any_head_count(rng, emulator, heads):
     with emulator.tracing() as trace:
         verify(ops.HistoryAttention(SCALE), *history(rng, torch.bfloat16, (1, 2), (5, 0), 4, heads=heads))
         verify(ops.CurrentAttention(SCALE), *current(rng, torch.bfloat16, (1, 2), 4, heads=heads))
-    counts = [task.operands[0][1][1] for task in trace if task.name == "aclnnFusedInferAttentionScoreV3"]
+    counts = [task.operands[0][1][1] for task in trace if task.name == "aclnnFusedInferAttentionScoreV4"]
     assert counts == [1 << (heads - 1).bit_length()] * 4
 
 
@@ -107,7 +107,7 @@ def test_calls_are_those_of_the_contract(rng, emulator, monkeypatch):
     """History paged and unmasked, current with the template; and no cast of a float on the way."""
     seen = []
     namespace = torch.ops.npu
-    real = namespace.npu_fused_infer_attention_score.out
+    real = namespace.npu_fused_infer_attention_score_v2.out
 
     class Spy:
         @staticmethod
@@ -115,16 +115,16 @@ def test_calls_are_those_of_the_contract(rng, emulator, monkeypatch):
             seen.append(named)
             return real(*tensors, **named)
 
-    monkeypatch.setattr(namespace, "npu_fused_infer_attention_score", Spy)
+    monkeypatch.setattr(namespace, "npu_fused_infer_attention_score_v2", Spy)
     with emulator.tracing() as trace:
         verify(ops.HistoryAttention(SCALE), *history(rng, torch.bfloat16, (1, 2), (5, 20), 4))
         verify(ops.CurrentAttention(SCALE), *current(rng, torch.bfloat16, (1, 2), 4))
     first, _, second, _ = seen  # each a second time with strided operands
-    assert first["actual_seq_lengths"] == [1, 3] and first["actual_seq_lengths_kv"] == [5, 20]
-    assert second["actual_seq_lengths"] == second["actual_seq_lengths_kv"] == [1, 3]
+    assert first["actual_seq_qlen"] == [1, 3] and first["actual_seq_kvlen"] == [5, 20]
+    assert second["actual_seq_qlen"] == second["actual_seq_kvlen"] == [1, 3]
     assert first["sparse_mode"] == 0 and "atten_mask" not in first and first["block_size"] == 16
     assert second["sparse_mode"] == 3 and second["atten_mask"].shape == (2048, 2048) and "block_table" not in second
     for call in seen:
-        assert call["input_layout"] == "TND" and call["num_key_value_heads"] == 1 and call["scale"] == SCALE
-        assert call["softmax_lse_flag"] is True
+        assert call["input_layout"] == "TND" and call["num_key_value_heads"] == 1 and call["softmax_scale"] == SCALE
+        assert call["return_softmax_lse"] is True
     assert not any(task.casts for task in trace)

@@ -1,6 +1,7 @@
 """How the emulated libraries are made and kept.  Nothing here needs torch_npu but what says so."""
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from mla_fx.backends.ascend.emulator import build
 from mla_fx.backends.ascend.emulator.trampolines import assembly
 from mla_fx.effects import InputError
+from tests.test_packaging import PROJECT
 
 NAMES = ["aclnnOne", "aclnnTwo"]
 
@@ -35,9 +37,31 @@ def test_no_compiler(monkeypatch, tmp_path):
 
 
 def test_no_wheel(monkeypatch):
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"torch_npu: must be installed .*: pip install torch_npu==2\.13\.0"):
+    monkeypatch.setattr(build.importlib.machinery.PathFinder, "find_spec", lambda name, path: None)
+    advice = r"got none; python -m mla_fx\.backends\.ascend\.emulator --install gets torch_npu 2\.13\.0"
+    with pytest.raises(InputError, match=advice):
         build.wheel()
+
+
+def test_a_wheel_on_the_shelf_is_found_where_none_is_on_the_path(monkeypatch, tmp_path):
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text("")
+    (tmp_path / "torch_npu-1.2.dist-info").mkdir()
+    (tmp_path / "torch_npu-1.2.dist-info" / "METADATA").write_text("Name: torch_npu\nVersion: 1.2\n")
+    monkeypatch.setattr(build, "shelf", lambda: tmp_path)
+    monkeypatch.setattr(sys, "path", [])
+    assert build.wheel() == tmp_path / "torch_npu" and build.version() == "1.2"
+
+
+def test_installing_fails_with_what_pip_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "shelf", lambda: tmp_path / "shelf")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setattr(build, "WHEEL", "0.0.1")
+    with pytest.raises(InputError, match=r"install: .* must succeed: got status 1\n[\s\S]*torch_npu==0\.0\.1"):
+        build.install()
+    monkeypatch.undo()
+    assert f"torch_npu=={build.WHEEL}" in PROJECT["project"]["optional-dependencies"]["ascend"]
 
 
 def test_unknown_machine():
@@ -63,16 +87,20 @@ def fresh(machine, monkeypatch, tmp_path) -> Path:
     return tmp_path / "mla_fx"
 
 
-def test_builds_once_for_what_it_is_made_of(fresh, monkeypatch):
+def test_builds_once_for_what_it_is_made_of(fresh, monkeypatch, capfd):
     folder = build.library_folder(NAMES)
+    out, told = capfd.readouterr()
+    first, last = told.splitlines()
+    assert out == "" and first == f"mla_fx: compiling the emulated CANN, once, into {folder}: up to a minute"
+    assert re.fullmatch(r"mla_fx: compiled in \d+ s", last)
     assert set(NAMES) | {"aclnnMatmul"} <= set(build.entry_points(folder))  # ours, and what the wheel can ask for
     assert {f"{name}.so" for name in build.LIBRARIES} <= {path.name for path in folder.iterdir()}
     assert [path.name for path in fresh.iterdir()] == [folder.name]
     compiled = []
     monkeypatch.setattr(build, "_compile", lambda made, names: compiled.append(names))
-    assert build.library_folder(NAMES) == folder and compiled == []
+    assert build.library_folder(NAMES) == folder and compiled == [] and capfd.readouterr() == ("", "")
     assert build.library_folder([*NAMES, "aclnnThree"]) != folder and len(compiled) == 1
-    monkeypatch.setattr(build.importlib.metadata, "version", lambda name: "9.9.9")
+    monkeypatch.setattr(build, "version", lambda: "9.9.9")
     assert build.library_folder(NAMES) != folder and len(compiled) == 2
 
 
@@ -82,6 +110,17 @@ def test_a_build_that_fails_leaves_nothing(fresh, monkeypatch):
     with pytest.raises(InputError, match=r"compiler: .* must succeed: got status 1\n[\s\S]*no such instruction"):
         build.library_folder(NAMES)
     assert list(fresh.iterdir()) == []
+
+
+@pytest.mark.parametrize("blocked", ["", "mla_fx"])
+def test_a_cache_that_cannot_be_written(fresh, monkeypatch, blocked):
+    """A file where a folder should be: even root cannot write there."""
+    place = fresh.parent / "place"
+    (place / blocked).parent.mkdir(exist_ok=True)
+    (place / blocked).write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    with pytest.raises(InputError, match=rf"XDG_CACHE_HOME: .* compiled into {place}/mla_fx, .*: got \[Errno"):
+        build.library_folder(NAMES)
 
 
 def test_the_second_of_two_builders_takes_what_the_first_made(fresh, monkeypatch):

@@ -1,5 +1,6 @@
 """The command line on the emulated Ascend: decoding, generating, the device trace, and errors."""
 
+import os
 import re
 import subprocess
 import sys
@@ -36,11 +37,13 @@ def test_device_trace(capsys, emulator):
     main = [line.removeprefix("main  ") for line in lines if line.startswith("main")]
     side = [line.removeprefix("side  ") for line in lines if line.startswith("side")]
     assert status == 0 and len(side) == 3
-    assert side[0] == "wait e0" and side[1].startswith("FusedInferAttentionScoreV3") and side[2] == "record e1"
-    first = next(k for k, line in enumerate(main) if line.startswith("FusedInferAttentionScoreV3"))
+    assert side[0] == "wait e0" and side[1].startswith("FusedInferAttentionScoreV4") and side[2] == "record e1"
+    first = next(k for k, line in enumerate(main) if line.startswith("FusedInferAttentionScoreV4"))
     assert "-> bfloat16[2, 128, 512], float32[2, 128, 1]" in main[first] and main[first + 1] == "record e0"
     assert any(line.startswith("Stack -> int16[1, 2, 128, 514]") for line in main)
-    assert re.fullmatch(r"\d+ tasks of 1 ranks: \d+ operators, \d+ bytes copied beside them", lines[-1])
+    assert re.fullmatch(r"\d+ tasks of 1 ranks: \d+ operators in \d+ kernels, \d+ bytes copied beside them", lines[-1])
+    operators, kernels = map(int, re.findall(r"(\d+) (?:operators|kernels)", lines[-1]))
+    assert kernels > operators  # parts of a projection are made contiguous in a kernel of their own
 
 
 @pytest.mark.parametrize(
@@ -67,11 +70,26 @@ def test_without_emulation_and_without_cann_it_says_what_is_missing(machine):
     assert done.returncode == 2 and "ascend needs torch_npu==2.13.0" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_importing_the_package_leaves_torch_npu_alone(machine):
-    """It is installed here, and `import torch` would load it, and fail without CANN."""
-    code = (
-        "import os; os.environ.pop('TORCH_DEVICE_BACKEND_AUTOLOAD', None); import mla_fx, sys; "
-        "assert 'torch_npu' not in sys.modules and 'TORCH_DEVICE_BACKEND_AUTOLOAD' not in os.environ"
-    )
+@pytest.mark.parametrize("first", ["import torch", "import mla_fx", "from transformers import DeepseekV3ForCausalLM"])
+def test_whatever_is_imported_first_leaves_torch_npu_alone(machine, first):
+    """With the wheel here for the emulator, without CANN, and without a variable that says so."""
+    code = f"{first}; import mla_fx, os, sys; assert 'torch_npu' not in sys.modules"
+    clean = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=clean)
+    assert done.returncode == 0, done.stderr
+
+
+def test_processes_that_are_started_from_an_emulated_one_may_import_torch(machine):
+    """A spawned process gets the path of the one that spawns it."""
+    code = """
+import importlib, multiprocessing
+if __name__ == "__main__":
+    from mla_fx.backends.ascend.emulator import emulate
+    emulate()
+    process = multiprocessing.get_context("spawn").Process(target=importlib.import_module, args=("torch",))
+    process.start()
+    process.join()
+    raise SystemExit(process.exitcode)
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

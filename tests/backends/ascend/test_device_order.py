@@ -9,7 +9,7 @@ from mla_fx.backends.ascend.emulator import Traced
 from mla_fx.effects import Record, Stage, Wait, schedule
 from tests.backends.ascend.steps import ascend, events, setup, streams
 
-FIA, UPDATE, STACK = "aclnnFusedInferAttentionScoreV3", "aclnnAttentionUpdate", "aclnnStack"
+FIA, UPDATE, STACK = "aclnnFusedInferAttentionScoreV4", "aclnnAttentionUpdate", "aclnnStack"
 
 
 def traced(emulator, dtype, ranks, orchestration, seed, layers=None):

@@ -292,10 +292,6 @@ def test_experts_from_end_to_end(rng, dtype, tokens):
 # --- refusals -------------------------------------------------------------------------
 
 
-def empty(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="npu")
-
-
 def test_routing_of_too_many_experts():
     op = ops.PermuteTokens(5121, Group("ep", 2))
     why = refused(op, torch.zeros(1, 4), torch.zeros(1, 2, dtype=torch.int32))
@@ -319,58 +315,6 @@ def test_grouped_products_of_too_large_sizes(weight, message):
 def test_unpermuting_too_many_experts_a_token():
     given = torch.zeros(513, 1), torch.zeros(1, 513, dtype=torch.int32), torch.zeros(1, 513)
     assert re.search(r"top_k: .* at most 512 experts a token: got 513", refused(ops.UnpermuteTokens(), *given))
-
-
-GATE = {"k_group": 4, "group_count": 8, "group_select_mode": 1, "norm_type": 1}
-ROUTE = {"expert_num": 4, "active_expert_range": [0, 2], "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
-PRODUCT = {"split_item": 3, "group_type": 0, "group_list_type": 1}
-INT32, INT64 = {"dtype": torch.int32}, {"dtype": torch.int64}
-REFUSED = {
-    "swiglu, empty": (lambda: npu.npu_swiglu(empty(0, 4)), "must not be empty"),
-    "swiglu, strided": (lambda: npu.npu_swiglu(empty(4, 2).t()), "must be contiguous"),
-    "gate, small groups": (lambda: npu.npu_moe_gating_top_k(empty(1, 16), 2, **GATE), "more than 2 experts: got 2"),
-    "gate, padded groups": (
-        lambda: npu.npu_moe_gating_top_k(empty(1, 264), 2, **GATE | {"group_count": 66}),
-        "at most 2048 experts: got 2112",
-    ),
-    "gate, renorm": (lambda: npu.npu_moe_gating_top_k(empty(1, 256), 2, renorm=1, **GATE), "renorm must be 0"),
-    "gate, k": (lambda: npu.npu_moe_gating_top_k(empty(1, 256), 129, **GATE), "k must be in 1..128: got 129"),
-    "route, experts as int64": (
-        lambda: npu.npu_moe_init_routing_v2(empty(1, 4), empty(1, 2, **INT64), **ROUTE),
-        "expert_idx must be int32",
-    ),
-    "route, range": (
-        lambda: npu.npu_moe_init_routing_v2(
-            empty(1, 4), empty(1, 2, **INT32), **ROUTE | {"active_expert_range": [2, 5]}
-        ),
-        "active_expert_range: got",
-    ),
-    "unpermute, int64": (
-        lambda: npu.npu_moe_token_unpermute(empty(2, 4), empty(2, **INT64), empty(1, 2)),
-        "sorted_indices must be int32",
-    ),
-    "grouped, one count": (
-        lambda: npu.npu_grouped_matmul([empty(3, 4)], [empty(1, 4, 5)], group_list=empty(1, **INT64), **PRODUCT),
-        "must have more than one group",
-    ),
-    "grouped, counts as int32": (
-        lambda: npu.npu_grouped_matmul([empty(3, 4)], [empty(2, 4, 5)], group_list=empty(2, **INT32), **PRODUCT),
-        "group_list must be int64",
-    ),
-    "grouped, strided weight": (
-        lambda: npu.npu_grouped_matmul(
-            [empty(3, 4)], [empty(4, 2, 5).transpose(0, 1)], group_list=empty(2, **INT64), **PRODUCT
-        ),
-        "weight must be contiguous or transposed",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_the_emulated_operator_refuses(emulator, call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call()
-        emulator.synchronize()
 
 
 @pytest.mark.parametrize("index", [[0, 1, 1, 2], [0, 1, 2, -1], [0, 1, 2, 4]], ids=str)

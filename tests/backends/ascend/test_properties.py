@@ -10,7 +10,6 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import tests.models.conftest  # noqa: F401  # before transformers: it is told that there is no NPU
 from mla_fx import backends, orchestrations
 from mla_fx.effects import schedule
 from tests.models.test_model_agreement import CASES, PROMPT, agree, ours, transformers_model

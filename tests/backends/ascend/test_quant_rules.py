@@ -7,11 +7,10 @@ import torch
 
 from mla_fx.effects import ops
 from tests.backends.ascend.conftest import close, on_device, random, refused
-from tests.backends.ascend.test_expert_rules import INT64, PRODUCT, empty, issued
+from tests.backends.ascend.test_expert_rules import issued
 from tests.backends.ascend.test_rules import each_count, each_dtype, right, sixteen_bits, verify
 
 pytestmark = pytest.mark.usefixtures("emulator")
-npu = torch.ops.npu
 GROUPS = {"some": ([2, 0, 3], 7), "all": ([1, 4], 5), "none": ([0, 0], 3), "one": ([2], 4), "no rows": ([0, 0], 0)}
 each_group = pytest.mark.parametrize(("counts", "size"), GROUPS.values(), ids=GROUPS.keys())
 
@@ -127,58 +126,3 @@ def test_a_dtype_that_nothing_takes():
     assert refused(ops.QuantLinear(), x, weight[0], scale[0]) == f"quant_linear: x: {why}"
     grouped = refused(ops.QuantGroupedLinear(), x, weight, scale, torch.tensor([1]))
     assert grouped == f"quant_grouped_linear: rows: {why}"
-
-
-INT8, BF16, FP16 = ({"dtype": dtype} for dtype in (torch.int8, torch.bfloat16, torch.float16))
-
-
-def product(**changes):
-    given = {
-        "x1": empty(2, 8, **INT8),
-        "x2": empty(8, 4, **INT8),
-        "scale": empty(4),
-        "pertoken_scale": empty(2),
-        "output_dtype": torch.float16,
-    }
-    return npu.npu_quant_matmul(**given | changes)
-
-
-def grouped_product(scale, dtype):
-    return npu.npu_grouped_matmul(
-        [empty(3, 8, **INT8)],
-        [empty(2, 8, 4, **INT8)],
-        scale=[scale],
-        per_token_scale=[empty(3)],
-        group_list=empty(2, **INT64),
-        output_dtype=dtype,
-        **PRODUCT,
-    )
-
-
-REFUSED = {
-    "quantise, float32": (lambda: npu.npu_dynamic_quant(empty(2, 4)), "x must be float16 or bfloat16"),
-    "quantise, empty": (lambda: npu.npu_dynamic_quant(empty(0, 4, **BF16)), "must not be empty"),
-    "product, empty": (
-        lambda: product(x1=empty(0, 8, **INT8), pertoken_scale=empty(0)),
-        "must not be empty",
-    ),
-    "product, strided": (lambda: product(x2=empty(8, 8, **INT8)[:, ::2]), "x2 must be contiguous or transposed"),
-    "product, bf16 scale beside fp16": (lambda: product(scale=empty(4, **BF16)), "scale beside torch.float16"),
-    "product, steps": (lambda: product(pertoken_scale=empty(2, **BF16)), "pertoken_scale must be float32"),
-    "grouped, float32 scale beside bf16": (
-        lambda: grouped_product(empty(2, 4), torch.bfloat16),
-        "scale must be torch.bfloat16 beside torch.bfloat16",
-    ),
-    "grouped, bf16 scale beside fp16": (
-        lambda: grouped_product(empty(2, 4, **BF16), torch.float16),
-        "scale must be torch.float32 beside torch.float16",
-    ),
-    "grouped, to float32": (lambda: grouped_product(empty(2, 4), torch.float32), "out must be float16 or bfloat16"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_the_emulated_operator_refuses(emulator, call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call()
-        emulator.synchronize()

@@ -123,17 +123,19 @@ def test_step_after_step_with_changing_lengths(emulator, orchestration, steps):
 
 
 def test_a_seed_replays(emulator):
+    """What ranks do is on shared streams, so that a step leaves a seed few orders: some seeds have the same."""
     given = setup("bf16")
     program = schedule(given.step, orchestrations.attention_aside)
     run = given.compiled(ascend(2), program)
     arguments = ascend(2).put(given.arguments(), copy=True)
     run(*arguments)
 
-    def order(seed):
+    def order(seed: int) -> list[tuple[str, int, str]]:
         emulator.seed(seed)
         with emulator.tracing() as trace:
             run(*arguments)
         return [(task.kind, task.stream, task.name) for task in trace]
 
-    assert order(3) == order(3)
-    assert len({tuple(order(seed)) for seed in range(12)}) >= 6
+    first = [order(seed) for seed in range(6)]
+    assert [order(seed) for seed in range(6)] == first
+    assert len(set(map(tuple, first))) >= 4

@@ -73,28 +73,32 @@ def test_rms_norm_of_the_first_features(rng, dtype, tokens, epsilon):
 
 @each_dtype
 @each_count
-@pytest.mark.parametrize(("nope", "latent"), [(16, 32), (6, 10)], ids=["fused", "fallback"])
-def test_absorb_query(rng, dtype, tokens, nope, latent):
+@pytest.mark.parametrize(("nope", "latent"), [(128, 128), (16, 32), (6, 10)], ids=str)
+def test_absorb_query(rng, release, dtype, tokens, nope, latent):
     q, w_uk = random(rng, tokens, 3 * (nope + 4), dtype=dtype), random(rng, 3, nope, latent, dtype=dtype)
     q.view(tokens, 3, nope + 4)[..., nope:] = math.nan
-    verify(ops.AbsorbQuery(rope=4), q, w_uk)
+    verify(ops.AbsorbQuery(rope=4), q, w_uk / nope**0.5)
 
 
 @each_dtype
 @each_count
-@pytest.mark.parametrize(("latent", "value"), [(32, 16), (10, 7)], ids=["fused", "fallback"])
-def test_v_up(rng, dtype, tokens, latent, value):
-    verify(ops.VUp(), random(rng, tokens, 3, latent, dtype=dtype), random(rng, 3, latent, value, dtype=dtype))
+@pytest.mark.parametrize(("latent", "value"), [(128, 128), (32, 16), (10, 7)], ids=str)
+def test_v_up(rng, release, dtype, tokens, latent, value):
+    w_uv = random(rng, 3, latent, value, dtype=dtype) / latent**0.5
+    verify(ops.VUp(), random(rng, tokens, 3, latent, dtype=dtype), w_uv)
 
 
 @sixteen_bits
 @pytest.mark.parametrize(
-    ("heads", "operator"), [(127, "aclnnTransposeBatchMatMul"), (128, "aclnnBatchMatMul")], ids=["fused", "fallback"]
+    ("heads", "value", "since"),
+    [(127, 128, "8.5"), (127, 16, "9.0"), (128, 16, "9.1"), (128, 10, "9.1")],
+    ids=str,
 )
-@each_count
-def test_v_up_at_the_limit(rng, emulator, dtype, tokens, heads, operator):
-    """127 x 512 = 65024 is below 65536, 128 x 512 is not: same result by two ways."""
-    attn, w_uv = random(rng, tokens, heads, 512, dtype=dtype), random(rng, heads, 512, 16, dtype=dtype) / 16
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_v_up_at_the_limits(rng, emulator, release, dtype, tokens, heads, value, since):
+    """127 x 512 = 65024 is below 65536, 128 x 512 is not: same result by two ways, whatever the release takes."""
+    operator = "aclnnTransposeBatchMatMul" if release >= since else "aclnnBatchMatMul"
+    attn, w_uv = random(rng, tokens, heads, 512, dtype=dtype), random(rng, heads, 512, value, dtype=dtype) / 16
     with emulator.tracing() as trace:
         verify(ops.VUp(), attn, w_uv)
     products = [task.name for task in trace if "MatMul" in task.name]
@@ -239,6 +243,16 @@ class Parts:
         self.local = random(rng, tokens, heads, latent, dtype=dtype)
         self.local_lse = random(rng, tokens, heads, dtype=torch.float32)
 
+    def hide(self, unseen, none):
+        """Some parts saw no key: their output is NaN, which weight 0 would let through."""
+        if unseen in ("source", "rows"):
+            where = (slice(1, 2),) if unseen == "source" else ([0, 1, 2, 2], [0, 1, 0, 1], [1, 1, 1, 0])
+            self.lse[where], self.out[where] = none, math.nan
+        if unseen in ("all sources", "everything"):
+            self.lse[:], self.out[:] = none, math.nan
+        if unseen in ("local", "everything"):
+            self.local_lse[:], self.local[:] = none, math.nan
+
     def verify(self):
         return verify(ops.Combine(), self.out, self.lse, self.local, self.local_lse)[0]
 
@@ -250,17 +264,39 @@ def test_combine(rng, dtype, shape):
 
 
 @each_dtype
+@pytest.mark.parametrize("none", [-math.inf, math.inf])
 @pytest.mark.parametrize("unseen", ["source", "rows", "all sources", "local", "everything"])
-def test_combine_where_a_part_saw_no_key(rng, dtype, unseen):
-    """Its output is NaN, which weight 0 would let through."""
+def test_combine_where_a_part_saw_no_key(rng, dtype, unseen, none):
     parts = Parts(rng, 3, 2, 2, 8, dtype)
-    if unseen in ("source", "rows"):
-        where = (slice(1, 2),) if unseen == "source" else ([0, 1, 2, 2], [0, 1, 0, 1], [1, 1, 1, 0])
-        parts.lse[where], parts.out[where] = -math.inf, math.nan
-    if unseen in ("all sources", "everything"):
-        parts.lse[:], parts.out[:] = -math.inf, math.nan
-    if unseen in ("local", "everything"):
-        parts.local_lse[:], parts.local[:] = -math.inf, math.nan
+    parts.hide(unseen, none)
     got = parts.verify()
     assert got.isfinite().all()
     assert unseen != "everything" or not got.any()
+
+
+@each_dtype
+@pytest.mark.parametrize("ranks", [16, 31, 127, 128, 300])
+def test_combine_of_more_parts_than_the_operator_takes(rng, emulator, release, dtype, ranks):
+    """In rounds, and rounded once: of the groups some saw no key at all, and one row was seen by nobody."""
+    parts = Parts(rng, ranks, 2, 2, 8, dtype)
+    parts.lse[:16], parts.out[:16] = -math.inf, math.nan
+    parts.lse[:, 1, 1], parts.out[:, 1, 1] = math.inf, math.nan
+    parts.local_lse[1, 1], parts.local[1, 1] = math.inf, math.nan
+    with emulator.tracing() as trace:
+        got = parts.verify()
+    assert got.isfinite().all() and not got[1, 1].any()
+    most, left, calls = 128 if release == "9.1" else 16, ranks + 1, 1
+    while left > most:
+        left = -(-left // most)
+        calls += left
+    assert sum(task.name == "aclnnAttentionUpdate" for task in trace) == calls * 2  # `verify` tries two layouts
+
+
+@pytest.mark.parametrize("ranks", [2, 20])
+@pytest.mark.parametrize("none", [-math.inf, math.inf])
+def test_nan_in_an_lse_is_not_hidden_by_combine(rng, release, ranks, none):
+    parts = Parts(rng, ranks, 2, 1, 8, torch.bfloat16)
+    parts.lse[:], parts.local_lse[:] = none, none
+    parts.lse[1, 0] = math.nan
+    got = parts.verify()
+    assert got[0].isnan().all() and not got[1].any()

@@ -29,8 +29,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 #: Called with an operator's arguments as torch parsed them; the wheel has no meta kernel for these (nor for their
 #: kin of other versions).  Their results are ours: of the first a size, of the second what the functional form says.
 SCHEMA_ONLY = (
-    "npu::_npu_fused_infer_attention_score_get_max_workspace.default",
-    "npu::npu_fused_infer_attention_score.out",
+    "npu::_npu_fused_infer_attention_score_v2_get_max_workspace.default",
+    "npu::npu_fused_infer_attention_score_v2.out",
 )
 
 
@@ -44,11 +44,11 @@ class Calls(Watch):
         size, into = SCHEMA_ONLY
         match self.called[-1]:
             case name if name == size:
-                torch.ops.npu.npu_fused_infer_attention_score(*args, **kwargs)
+                torch.ops.npu.npu_fused_infer_attention_score_v2(*args, **kwargs)
                 return args[0].new_empty(4096)
             case name if name == into:
                 given = {key: value for key, value in kwargs.items() if key not in ("workspace", "out")}
-                results = torch.ops.npu.npu_fused_infer_attention_score(*args, **given)
+                results = torch.ops.npu.npu_fused_infer_attention_score_v2(*args, **given)
                 assert kwargs["workspace"].dim() == 1
                 assert list(map(aval, kwargs["out"])) == list(map(aval, results))
                 return kwargs["out"]
