@@ -154,12 +154,15 @@ def _stream(engine: Engine, prompts: Sequence[str], requests: Sequence[Request])
     texts = {request.number: "" for request in requests}
     front = 0
     yield f"> {prompts[0]}\n"
+    told: set[int] = set()  # whose last text has been seen: a request may be finished before its output comes by
     for output in engine.run():
         texts[output.request.number] += output.text
+        if output.finished:
+            told.add(output.request.number)
         while front < len(requests):
             yield texts[requests[front].number]
             texts[requests[front].number] = ""
-            if requests[front].finish_reason is None:
+            if requests[front].number not in told:
                 break
             front += 1
             yield f"\n> {prompts[front]}\n" if front < len(requests) else "\n"

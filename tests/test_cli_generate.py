@@ -33,6 +33,7 @@ def texts(out: str) -> list[tuple[str, str]]:
         (),
         ("--ranks", "8", "--orchestration", "exchange-aside", "--mode", "conservative"),
         ("--requests", "1", "--block-size", "4", "--interleave", "4", "--dtype", "fp16"),
+        ("--drafts", "2"),  # several are finished in one step
         ("--drafts", "2", "--chunk", "4", "--dtype", "fp32"),
         ("--quantization", "w8a8", "--drafts", "1", "--ranks", "4"),
         ("--adversary", "5", "--backend", "cpu"),
