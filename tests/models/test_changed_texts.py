@@ -3,7 +3,8 @@
 A sum of the same numbers in another order, or of another shape, is rounded otherwise; where two tokens are nearly as
 likely, the other one may come out, and the text goes on from there.  Ranks split sums; chunks, company and drafts
 change shapes; and with int8 weights an activation's scale is that of the row as a rank has it.  The model has random
-weights, so its choices are much closer than a trained model's: `test_accuracy` has that.  The README of `models` names the shares.
+weights, so its choices are much closer than a trained model's: `test_accuracy` has that.  `models/README.md` names the
+shares.
 """
 
 import functools
