@@ -93,17 +93,7 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
             f"got {longest}"
         )
     made = [chosen(options)]
-    per_request = -(-longest // (options.block_size * options.ranks))
-    shape = StepShape(
-        ranks=options.ranks,
-        requests=len(prompts),
-        blocks=len(prompts) * per_request,
-        block_size=options.block_size,
-        table_width=per_request,
-        dtype=dtype(options, config, made[0]),
-        replicate_query=options.replicate_query,
-        quantization=options.quantization,
-    )
+    shape = _shape(options, len(prompts), longest, dtype(options, config, made[0]))
     name = options.model or "built-in model, trained to add"
     heads = f"{config.attention.num_attention_heads} heads, latent {config.attention.kv_lora_rank}"
     print(f"{name}: {config.num_hidden_layers} layers, {heads}")
@@ -126,9 +116,8 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
         )
         for backend in made
     ]
-    requests = [
-        Request(list(prompt), list(range(b * per_request, (b + 1) * per_request))) for b, prompt in enumerate(prompts)
-    ]
+    width = shape.table_width
+    requests = [Request(list(prompt), list(range(b * width, (b + 1) * width))) for b, prompt in enumerate(prompts)]
     end = () if _drawn(options) else config.eos_token_id
     comparison = Comparison()
     _run(lanes, requests, comparison, generator, options, end)
@@ -140,6 +129,21 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
     if len(lanes) == 2:
         print(comparison)
     return 0
+
+
+def _shape(options: argparse.Namespace, requests: int, longest: int, dtype: str) -> StepShape:
+    """Sizes in which every request has blocks for `longest` positions."""
+    width = -(-longest // (options.block_size * options.ranks))
+    return StepShape(
+        ranks=options.ranks,
+        requests=requests,
+        blocks=requests * width,
+        block_size=options.block_size,
+        table_width=width,
+        dtype=dtype,
+        replicate_query=options.replicate_query,
+        quantization=options.quantization,
+    )
 
 
 def _drawn(options: argparse.Namespace) -> bool:
