@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mla_fx import MlaConfig, Yarn
-from mla_fx.backends import cpu, reference
+from mla_fx.backends import Run, cpu, reference
 from mla_fx.effects import InputError, ops
 from mla_fx.rope import frequencies
 
@@ -175,8 +175,10 @@ def rotate(backend, config, x, positions):
     """`x` [T, R] float64, through both rotary ops with the config's constants."""
     magnitude = config.yarn.angle_magnitude if config.yarn else 1.0
     positions = torch.tensor(positions)
-    cos, sin = backend.RULES[ops.RopeAngles](positions, x, frequencies=frequencies(config), magnitude=magnitude)
-    return backend.RULES[ops.Rope](x, cos, sin, heads=None)[0]
+    rules, run = backend.TABLE.rules, Run()
+    angles = {"frequencies": frequencies(config), "magnitude": magnitude}
+    cos, sin = rules[ops.RopeAngles](positions, x, run=run, **angles)
+    return rules[ops.Rope](x, cos, sin, run=run, heads=None)[0]
 
 
 @each_backend
