@@ -69,3 +69,15 @@ def word(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     """A name: letters, digits and underscores."""
     if not isinstance(value, str) or not value.isidentifier():
         raise InputError(f"{attribute.name}: must be a word of letters, digits and underscores: got {value!r}")
+
+
+#: Up to so many numbers Python looks at faster than a reduction of NumPy starts.
+_FEW = 64
+
+
+def within(numbers: Any, low: int, high: int) -> bool:
+    """Whether all numbers of a NumPy array are in `low`..`high` - 1."""
+    if numbers.size > _FEW:
+        return bool(low <= numbers.min() and numbers.max() < high)
+    few = numbers.ravel().tolist()
+    return not few or (low <= min(few) and max(few) < high)

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from mla_fx.effects.aval import Aval, ShapeError
 from mla_fx.effects.group import Group
 from mla_fx.effects.op import Op
-from mla_fx.effects.validate import InputError, instance, integer
+from mla_fx.effects.validate import InputError, instance, integer, within
 
 
 @frozen
@@ -40,6 +40,6 @@ class Embedding(Op):
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Every token is one of the vocabulary, or -1 for none."""
         tokens = values["tokens"]
-        if tokens.size and not -1 <= tokens.min() <= tokens.max() < self.vocabulary:
+        if not within(tokens, -1, self.vocabulary):
             wrong = next(token for token in tokens.tolist() if not -1 <= token < self.vocabulary)
             raise InputError(f"tokens: each must be -1 or in 0..{self.vocabulary - 1}: got {wrong}")

@@ -20,14 +20,10 @@ from attrs import field, frozen
 
 from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
-from mla_fx.effects.validate import InputError, number
+from mla_fx.effects.validate import InputError, number, within
 
 #: Scratch that both attention operators use; on an NPU one preallocated block serves both.
 WORKSPACE = "workspace"
-
-
-#: Up to so many numbers Python looks at faster than a reduction of NumPy starts.
-_FEW = 64
 
 
 def check_query_lengths(lengths: tuple[int, ...], tokens: int) -> None:
@@ -79,13 +75,7 @@ class HistoryAttention(Op):
                 f"history_lengths: each must be in 0..{columns * size} ({columns} columns of block_table, {size} a "
                 f"block): got {lengths}"
             )
-        reached = table[:, : -(-longest // size)]
-        if reached.size <= _FEW:
-            ids = reached.ravel().tolist()
-            wrong = bool(ids) and not 0 <= min(ids) <= max(ids) < blocks
-        else:  # read as unsigned, a negative id is a huge one: a single reduction decides
-            wrong = reached.view("uint32").max() >= blocks
-        if wrong:
+        if not within(table[:, : -(-longest // size)], 0, blocks):
             self._refuse_blocks(table, lengths, blocks, size)
 
     def _refuse_blocks(self, table: Any, lengths: tuple[int, ...], blocks: int, size: int) -> None:

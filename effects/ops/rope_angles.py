@@ -18,7 +18,7 @@ from attrs.validators import deep_iterable
 
 from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
-from mla_fx.effects.validate import InputError, instance, number
+from mla_fx.effects.validate import InputError, instance, number, within
 
 #: Positions that there are: 0..POSITIONS - 1.
 POSITIONS: Final = 2048 * 2048
@@ -44,6 +44,6 @@ class RopeAngles(Op):
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Every position is one that there is."""
         positions = values["positions"]
-        if positions.size and not 0 <= positions.min() <= positions.max() < POSITIONS:
+        if not within(positions, 0, POSITIONS):
             wrong = next(position for position in positions.tolist() if not 0 <= position < POSITIONS)
             raise InputError(f"positions: each must be in 0..{POSITIONS - 1}: got {wrong}")

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
-from mla_fx.effects.validate import InputError
+from mla_fx.effects.validate import InputError, within
 
 
 @frozen
@@ -26,6 +26,6 @@ class TakeRows(Op):
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Every row is there."""
         rows, count = values["rows"], avals["x"].shape[0]
-        if rows.size and not 0 <= rows.min() <= rows.max() < count:
+        if not within(rows, 0, count):
             wrong = next(row for row in rows.tolist() if not 0 <= row < count)
             raise InputError(f"rows: each must be in 0..{count - 1}: got {wrong}")
