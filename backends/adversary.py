@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 
-from mla_fx.backends.body import RunError, collective_of, formed, rule_of
+from mla_fx.backends.body import RunError, collective_of, forming_rule
 from mla_fx.backends.contract import ContractError, check_results
 from mla_fx.backends.prepared import Prepared
 from mla_fx.backends.table import Rule
@@ -110,17 +110,15 @@ class Adversary:
         """The rule of every rank; of a collective, one for all."""
         if launch.op.communicates:
             return [collective_of(backend, launch.op)]
-        forms = {k: form for k in range(len(launch.operands)) if (form := backend.form(launch.op, k))}
         avals = [self.avals[name] for name in launch.operands]
-        return [formed(rule_of(backend, launch.op, avals, rank), forms) for rank in backend.here]
+        return [forming_rule(backend, launch.op, avals, rank) for rank in backend.here]
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """One run; with the same seed and inputs, the same moves."""
         run = _Run(self, random.Random(self.seed))
         given, loaded = {}, iter(leaves)
         for put in self.program.inputs:
-            parameter = put.role == "parameter" and self.prepared is not None
-            of_ranks = iter(self.prepared.of(put)) if parameter and self.prepared else loaded
+            of_ranks = iter(self.prepared.of(put)) if put.role == "parameter" and self.prepared else loaded
             given.update({(put.name, rank): next(of_ranks) for rank in range(self.ranks)})
         run.start(given)
         run.drive()

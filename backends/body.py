@@ -59,6 +59,12 @@ def rule_of(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rul
     return bound(rule, run=Run(rank, backend.device), **parameters(op))
 
 
+def forming_rule(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rule:
+    """The rule of a local op for operands as they are: it brings them into form itself."""
+    forms = {k: form for k in range(len(avals)) if (form := backend.form(op, k))}
+    return formed(rule_of(backend, op, avals, rank), forms)
+
+
 def bound(rule: Rule, **given: Any) -> Rule:
     """A rule with its keywords given.
 
@@ -82,10 +88,9 @@ def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int)
     place = {put.name: k for k, put in enumerate(step.inputs)}
     rows: list[Row] = []
     for part in step.equations:
-        rule = rule_of(backend, part.op, [found[name] for name in part.operands], rank)
-        forms = {k: form for k in range(len(part.operands)) if (form := backend.form(part.op, k))}
+        rule = forming_rule(backend, part.op, [found[name] for name in part.operands], rank)
         take = _take([place[name] for name in part.operands])
-        rows.append((formed(rule, forms), take, slice(len(place), len(place) + len(part.results)), ()))
+        rows.append((rule, take, slice(len(place), len(place) + len(part.results)), ()))
         place.update({name: len(place) + k for k, name in enumerate(part.results)})
     outputs = _take([place[name] for name in step.outputs])
 
