@@ -30,8 +30,9 @@ from mla_fx.effects.passes import definition
 if TYPE_CHECKING:
     from mla_fx.backends.backend import Backend
 
-#: A function, what it takes out of the list of values, where its results go, and the places to empty behind it.
-Row = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], slice, tuple[int, ...]]
+#: A function, what it takes out of the list of values, where its one result goes (most have one, and an index costs a
+#: third of a slice), where its results go, and the places to empty behind it.
+Row = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], int | None, slice, tuple[int, ...]]
 
 
 class RunError(RuntimeError):
@@ -86,17 +87,17 @@ def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int)
     step = definition(op, avals)
     found = step.avals()
     place = {put.name: k for k, put in enumerate(step.inputs)}
-    rows: list[Row] = []
+    rows = []
     for part in step.equations:
         rule = forming_rule(backend, part.op, [found[name] for name in part.operands], rank)
         take = _take([place[name] for name in part.operands])
-        rows.append((rule, take, slice(len(place), len(place) + len(part.results)), ()))
+        rows.append((rule, take, slice(len(place), len(place) + len(part.results))))
         place.update({name: len(place) + k for k, name in enumerate(part.results)})
     outputs = _take([place[name] for name in step.outputs])
 
     def whole(*operands: Any) -> Sequence[Any]:
         values = [*operands, *[None] * (len(place) - len(operands))]
-        for function, take, put, _ in rows:
+        for function, take, put in rows:
             values[put] = function(*take(values))
         return tuple(outputs(values))
 
@@ -173,12 +174,15 @@ class Body:
         rows = iter(self.rows)
         try:
             if self.proven[0]:
-                for function, take, put, empty in rows:
-                    values[put] = function(*take(values))
+                for function, take, at, put, empty in rows:
+                    if at is None:
+                        values[put] = function(*take(values))
+                    else:
+                        (values[at],) = function(*take(values))
                     for place in empty:
                         values[place] = None
             else:
-                for number, (function, take, put, empty) in enumerate(rows):
+                for number, (function, take, _, put, empty) in enumerate(rows):
                     values[put] = self._held(number, function, take(values))
                     for place in empty:
                         values[place] = None
@@ -291,7 +295,8 @@ class Writer:
         if taken not in self.takes:
             self.takes[taken] = _take(taken)
         span = (put[0], put[-1] + 1) if put else (0, 0)
-        self.rows.append((function, self.takes[taken], self.puts.setdefault(span, slice(*span)), ()))
+        at = put[0] if len(put) == 1 else None
+        self.rows.append((function, self.takes[taken], at, self.puts.setdefault(span, slice(*span)), ()))
         self.of.append((launch, rank))
 
     def effect(self, effect: Launch | Stage | Record | Wait | Keep | Drop) -> None:
@@ -363,8 +368,8 @@ class Writer:
         if not self.rows:
             self.row(lambda: (), ())
         places = [self.place[drop.value, rank] for rank in self.backend.here]
-        function, take, put, empty = self.rows[-1]
-        self.rows[-1] = (function, take, put, (*empty, *places))
+        *row, empty = self.rows[-1]
+        self.rows[-1] = (*row, (*empty, *places))  # type: ignore[assignment]
         for room in (self.held.pop(place) for place in places if place in self.held):
             at, count, _ = room
             room[2] -= 1
