@@ -266,12 +266,13 @@ def nothing(*_: Any) -> None:
 
 
 def forget_the_collective(law: Any, *_: Any) -> None:
-    law.collective = None
+    law.collectives.clear()
 
 
 def forget_other_groups(law: Any, launch: Any, *_: Any) -> None:
-    if law.collective is not None and law.collective.launch.op.group_of() != launch.op.group_of():
-        law.collective = None
+    last = law.collectives.get(None)
+    if last is not None and last.launch.op.group_of() != launch.op.group_of():
+        law.collectives.clear()
 
 
 def forget(workspace: str) -> Callable[..., None]:
