@@ -9,8 +9,8 @@ is promised to a program:
     Memory is NaN when it is allocated and again when the op that owns it begins.
     Dropped memory is handed to the very next launch on its home stream (any launch: operators allocate
     scratch too), which ruins it as it begins; kept memory only once the keeping streams got there.
-    A state is NaN while an op writes it, all of its memory where what is written is a view.  A workspace that somebody else touched between an op's begin
-    and end makes its results NaN.
+    A state is NaN while an op writes it, all of its memory where what is written is a view.  A workspace that somebody
+    else touched between an op's begin and end makes its results NaN.
     Inputs arrive on the main stream, staged ones when they are sent; outputs are read there, whatever other
     streams still do.
     A collective pairs the n-th of each rank, whichever op and group that is; a wrong pair is NaN.  Those of a group
@@ -123,7 +123,9 @@ class Adversary:
 
     def _views_of(self, launch: Launch, rule: Rule, rank: int, known: Mapping[str, slice]) -> dict[str, slice]:
         """The bytes of the views that a launch gives, asked of its rule by zeros: what is there decides nothing."""
-        operands = [_zeros(self.avals[name], on_host=k in launch.op.on_host()) for k, name in enumerate(launch.operands)]
+        operands = [
+            _zeros(self.avals[name], on_host=k in launch.op.on_host()) for k, name in enumerate(launch.operands)
+        ]
         try:
             results = rule(*operands)
             check_results(launch, operands, results, [self.avals[name] for name in launch.results])

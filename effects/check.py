@@ -94,7 +94,8 @@ class _Use:
         return other.seen.get(self.launch.stream, 0) >= self.tick
 
     def __str__(self) -> str:
-        return f"{self.launch.op.name} ({self.launch.results[0]}) on {self.launch.stream}"
+        first = (*self.launch.results, *self.launch.operands)[0]  # an op may give nothing
+        return f"{self.launch.op.name} ({first}) on {self.launch.stream}"
 
 
 @define
@@ -289,7 +290,9 @@ class _Checker:
     def results(self, launch: Launch, use: _Use, blocks: list[_Memory | None]) -> None:
         written = launch.op.written()
         versions = {result: blocks[position] for position, result in written.items() if position < len(blocks)}
-        views = {result: launch.operands[k] for result, k in launch.op.viewed().items() if k < len(blocks) and blocks[k]}
+        views = {
+            result: launch.operands[k] for result, k in launch.op.viewed().items() if k < len(blocks) and blocks[k]
+        }
         for index, (name, aval) in enumerate(zip(launch.results, self.infer(launch), strict=True)):
             if name in self.avals:
                 self.breach(0, f"{name} is produced twice, the second time by '{launch}'", None, launch)

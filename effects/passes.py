@@ -156,9 +156,8 @@ def definition(op: Op, avals: Sequence[Aval]) -> Step:
             f"{op.name}: its parts must write what it writes, {', '.join(versions.values()) or 'nothing'}: got {step}"
         )
     if seen != views:
-        raise StepError(
-            f"{op.name}: its parts must give views of what it does, {', '.join(views.values()) or 'nothing'}: got {step}"
-        )
+        said = ", ".join(views.values()) or "nothing"
+        raise StepError(f"{op.name}: its parts must give views of what it does, {said}: got {step}")
     replaced, shown = set[str](), versions_of(op.operands, step.equations)
     for part in step.equations:
         if not replaced.isdisjoint(shown[name] for name in part.operands):

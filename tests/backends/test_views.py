@@ -129,9 +129,15 @@ def test_a_write_through_a_view_is_seen_by_the_caller(seed):
 
 
 WRONG = {
-    "a copy": (lambda x, y, *, run: (x.clone(), x + y), "seen: is a view of x and must lie in it: got memory elsewhere"),
+    "a copy": (
+        lambda x, y, *, run: (x.clone(), x + y),
+        "seen: is a view of x and must lie in it: got memory elsewhere",
+    ),
     "a view of another": (lambda x, y, *, run: (y[:], x + y), "seen: is a view of x and must lie in it: got memory"),
-    "a view too much": (lambda x, y, *, run: (x[:], y[:]), "sum: must have memory of its own: got a view of an operand"),
+    "a view too much": (
+        lambda x, y, *, run: (x[:], y[:]),
+        "sum: must have memory of its own: got a view of an operand",
+    ),
     "strides": (lambda x, y, *, run: (x.view(2, 6).t(), x + y), r"seen: must be contiguous: got strides \(1, 6\)"),
 }
 
