@@ -237,10 +237,15 @@ class Writer:
     free: dict[int, list[int]] = field(factory=lambda: defaultdict(list))  # size -> where such room has been emptied
     held: dict[int, list[int]] = field(factory=dict)  # place -> start, size and full places of its room
     avals: Mapping[str, Aval] = field(init=False)
+    root: Mapping[str, str] = field(init=False)  # value -> the value in whose memory it lies
+    lies: Mapping[str, list[str]] = field(init=False)  # that value -> all in its memory
     parameters: Mapping[str, Input] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.avals = self.program.avals()
+        self.avals, self.root = self.program.avals(), self.program.memory()
+        self.lies = defaultdict(list)
+        for name, memory in self.root.items():
+            self.lies[memory].append(name)
         self.parameters = {put.name: put for put in self.program.inputs if put.role == "parameter"}
 
     def write(self) -> Body:
@@ -364,10 +369,11 @@ class Writer:
         return self.by_form[name, form][self.backend.here.index(rank)], None
 
     def drop(self, drop: Drop) -> None:
-        """Empty a value's places behind the row before."""
+        """Empty the places of all that lies in a value's memory behind the row before: any of them would hold it."""
         if not self.rows:
             self.row(lambda: (), ())
-        places = [self.place[drop.value, rank] for rank in self.backend.here]
+        names, ranks = self.lies[self.root[drop.value]], self.backend.here
+        places = [self.place[name, rank] for name in names for rank in ranks if (name, rank) in self.place]
         *row, empty = self.rows[-1]
         self.rows[-1] = (*row, (*empty, *places))  # type: ignore[assignment]
         for room in (self.held.pop(place) for place in places if place in self.held):

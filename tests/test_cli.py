@@ -10,7 +10,7 @@ import sys
 import pytest
 from attrs import evolve
 
-from mla_fx import cli
+from mla_fx import cli, orchestrations
 from mla_fx.cli import main
 from mla_fx.models import small_config, write_checkpoint
 from mla_fx.models.addition import DIRECTORY, problems
@@ -143,6 +143,34 @@ def test_show_the_step(capsys):
     assert status == 0 and out.startswith("{ model_step 1 layers  T=4")
     assert "    params.lm_head: bf16[16160, 7168] parameter\n" in out and "    # layers.0.attention.keys\n" in out
     assert "record" not in out and "main" not in out
+
+
+def test_show_the_cost(capsys):
+    """Of one layer's attention by hand: T = 4, N = 16, L + R = 576, H = 128, L = 512 and an LSE, D = 7168; bf16."""
+    status, out, _ = run(capsys, "show", "--cost")
+    assert status == 0
+    gathered, exchanged = 7 * 4 * 16 * 576 * 2, 7 * 4 * 128 * (512 * 2 + 4) // 8
+    reduced = 2 * 7 * 4 * 7168 * 2 // 8
+    sent = f"  gather_heads {gathered:,}, all_to_all {exchanged:,}, all_reduce {reduced:,}"
+    assert out.splitlines()[:4] == [
+        "19 launches, of which 18 run one after the other in every execution",
+        "2 records, 2 waits, 0 keeps",
+        f"each rank sends {gathered + exchanged + reduced:,} bytes over the wire, and receives as many",
+        sent,
+    ]
+    _, out, _ = run(capsys, "show", "--cost", "--layers", "5")
+    both = f"{gathered:,}, all_to_all {exchanged:,}, all_reduce {2 * reduced:,}; "
+    assert f"  each of layers.0 to layers.4: gather_heads {both}" in out and "  outside of layers: all_reduce" in out
+
+
+def test_show_what_all_orchestrations_cost(capsys):
+    status, out, _ = run(capsys, "show", "--costs", "--layers", "1", "--mode", "conservative")
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines()]
+    assert status == 0 and rows[0][:2] == ["orchestration", "launches"]
+    found = {row[0].strip("`"): row for row in rows[2:]}
+    assert list(found) == list(orchestrations.NAMED)
+    assert found["serial"][1] == found["serial"][2] and found["serial"][3:5] == ["0", "0"]
+    assert int(found["attention-aside"][4]) > 0  # what crosses streams is kept
 
 
 def test_show_a_checkpoints_program(capsys, tmp_path):
