@@ -89,7 +89,8 @@ class _Use:
         return other.seen.get(self.launch.stream, 0) >= self.tick
 
     def __str__(self) -> str:
-        return f"{self.launch.op.name} ({self.launch.results[0]}) on {self.launch.stream}"
+        named = self.launch.results or self.launch.operands
+        return f"{self.launch.op.name} ({named[0]}) on {self.launch.stream}"
 
 
 @define

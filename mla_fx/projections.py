@@ -19,6 +19,17 @@ def take_rows(x: Value, rows: Value, *, name: str = "out") -> Value:
     return bind(ops.TakeRows(), x, rows, names=(name,))[0]
 
 
+def split_tokens(x: Value, *, count: int) -> tuple[Value, Value]:
+    """The first `count` tokens of `x` [T, D], and the rest.  See `ops.SplitTokens`."""
+    first, rest = bind(ops.SplitTokens(count), x)
+    return first, rest
+
+
+def join_tokens(first: Value, rest: Value, *, name: str = "out") -> Value:
+    """[T, D] and [J, D], one below the other -> [T + J, D].  See `ops.JoinTokens`."""
+    return bind(ops.JoinTokens(), first, rest, names=(name,))[0]
+
+
 def linear(x: Value, weight: Value | Quantized[Value], *, name: str = "out") -> Value:
     """`x` [T, D] times `weight` [F, D] transposed -> [T, F].  See `ops.Linear`, and `ops.QuantLinear` for 8 bits."""
     if isinstance(weight, Quantized):

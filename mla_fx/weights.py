@@ -169,11 +169,17 @@ class Weight:
 # --- the table -----------------------------------------------------------------------------------
 
 
-def attention_weights(config: MlaConfig, prefix: str = "", *, replicate_query: bool = False) -> AttentionParams[Weight]:
-    """The attention of a layer; with `replicate_query` every rank projects the queries of all heads."""
+def attention_weights(
+    config: MlaConfig, prefix: str = "", *, replicate_query: bool = False, project_before_merge: bool = False
+) -> AttentionParams[Weight]:
+    """The attention of a layer, in the form that the passes of these names want (`mla_fx.passes`).
+
+    With `replicate_query` every rank projects the queries of all heads, with `project_before_merge` their values.
+    """
     c, heads = config, config.num_attention_heads
     own = Cut("rows", heads, exact="num_attention_heads")
-    asked = Cut("rows", heads, None) if replicate_query else own
+    everyone = Cut("rows", heads, None)
+    asked = everyone if replicate_query else own
 
     def weight(name: str, *shape: int, **how: Any) -> Weight:
         return Weight(names=(f"{prefix}{name}.weight",), shape=shape, **how)
@@ -197,7 +203,7 @@ def attention_weights(config: MlaConfig, prefix: str = "", *, replicate_query: b
         kv_a_proj=weight("kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size),
         kv_a_layernorm=weight("kv_a_layernorm", c.kv_lora_rank, kind="norm"),
         w_uk=expand(asked, keys),
-        w_uv=expand(own, values, transposed=True),
+        w_uv=expand(everyone if project_before_merge else own, values, transposed=True),
         o_proj=weight("o_proj", c.hidden_size, heads * c.v_head_dim, cut=evolve(own, along="columns")),
     )
 
@@ -269,9 +275,12 @@ def random_attention(
 
 
 def shard_attention(
-    full: Mapping[str, torch.Tensor], config: MlaConfig, *, rank: int, ranks: int, replicate_query: bool = False
+    full: Mapping[str, torch.Tensor], config: MlaConfig, *, rank: int, ranks: int, **form: bool
 ) -> AttentionParams[torch.Tensor]:
-    """One rank's parameters, copied from the weights of all heads as `random_attention` gives them."""
+    """One rank's parameters, copied from the weights of all heads as `random_attention` gives them.
+
+    `form` is as in `attention_weights`: `replicate_query`, `project_before_merge`.
+    """
     of = shares(rank, ranks)
 
     def leaf(weight: Weight) -> torch.Tensor:
@@ -283,6 +292,6 @@ def shard_attention(
             into[place.at][..., : part.shape[-1]] = part
         return out
 
-    weights = attention_weights(config, replicate_query=replicate_query)
+    weights = attention_weights(config, **form)
     own: AttentionParams[torch.Tensor] = pytree.tree_map(leaf, weights)
     return own
