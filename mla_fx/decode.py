@@ -27,7 +27,7 @@ from mla_fx.parameters import AttentionParams, Cache, QueryLora, QueryPlain
 from mla_fx.passes import project_before_merge, replicate_query
 from mla_fx.projections import absorb_query, join_tokens, linear, rms_norm, rope, rope_angles, split_tokens, v_up
 from mla_fx.sharding import Sharding
-from mla_fx.weights import attention_weights, avals, shares
+from mla_fx.weights import Form, attention_weights, avals, shares
 
 #: How weights may be stored, beside the activations' dtype.
 QUANTIZATIONS = ("w8a8",)
@@ -82,7 +82,7 @@ class StepShape:
         return Group("ep", self.ranks)
 
     @property
-    def form(self) -> dict[str, bool]:
+    def form(self) -> Form:
         """The form that the attention's weights are in, as `mla_fx.weights` is asked for it."""
         return {"replicate_query": self.replicate_query, "project_before_merge": self.project_before_merge}
 
@@ -266,7 +266,7 @@ def plan_step(
     query: Sequence[int],
     block_table: torch.Tensor | Sequence[Sequence[int]],
 ) -> list[Planned] | list[tuple[Planned, ...]]:
-    """The batches of all ranks as a step of this shape takes them, by micro-batch where it is split: see `plan_batch`."""
+    """The batches of all ranks as a step of this shape takes them: `plan_batch`, or `plan_parts` where it is split."""
     sizes = {"blocks": shape.blocks, "requests": shape.requests, "table_width": shape.table_width}
     given: dict[str, Any] = {"history": history, "query": query, "block_table": block_table, **sizes}
     if shape.split is None:

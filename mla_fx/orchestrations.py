@@ -55,35 +55,31 @@ def _shared_first(step: Step) -> Step:
 shared_experts_aside: Final = Orchestration("shared-experts-aside", _shared, streams=("side",), order=_shared_first)
 
 
-def _in_turn(step: Step, when: Callable[[list[Equation]], list[tuple[int, ...]]]) -> Step:
-    """Both micro-batches in the order of `when`, which gives a time for every equation of one.
+def _in_turn(step: Step, times: Callable[[int, list[Equation]], list[tuple[int, int]]]) -> Step:
+    """Equations of both micro-batches by `times`, which gives a time for each of the number-th's.
 
-    Of the equations at one time those of the first come first.  Equations of no micro-batch stay between.
+    Equations of no micro-batch stay between, and equal times keep the order.
     """
     ordered: list[Equation] = []
-    for split, run in groupby(step.equations, lambda e: e.within("batch")):
+    for split, run in groupby(step.equations, lambda equation: equation.within("batch")):
         equations = list(run)
         if split:
-            timed = [
-                (time, k, equation)
-                for k in (0, 1)
-                for mine in [[e for e in equations if e.within(f"batch.{k}")]]
-                for time, equation in zip(when(mine), mine, strict=True)
-            ]
-            equations = [equation for *_, equation in sorted(timed, key=lambda one: one[:2])]
+            both = [[one for one in equations if one.within(f"batch.{number}")] for number in (0, 1)]
+            timed = [pair for number, mine in enumerate(both) for pair in zip(times(number, mine), mine, strict=True)]
+            equations = [equation for _, equation in sorted(timed, key=lambda pair: pair[0])]
         ordered += equations
     if not any(equation.within("batch") for equation in ordered):
-        raise ScheduleError(f"{step.name}: must be split into micro-batches, as StepShape(split=...) says: got none")
+        raise ScheduleError(f"{step.name}: must be split into micro-batches, as StepShape(split=...) does: got none")
     return evolve(step, equations=tuple(ordered))
 
 
-def _exchanges(equations: list[Equation]) -> list[tuple[int, ...]]:
-    """Up to the queries of all heads; history attention and exchange; the rest."""
+def _exchanges(number: int, equations: list[Equation]) -> list[tuple[int, int]]:
+    """0: up to the queries of all heads; 1: history attention and exchange; 2: the rest; one micro-batch, the other."""
     times, time = [], 0
     for equation in equations:
-        time = max(time, int(isinstance(equation.op, ops.HistoryAttention)))
-        times.append((time,))
-        time = max(time, 2 * int(isinstance(equation.op, ops.AllToAll)))
+        time = 1 if isinstance(equation.op, ops.HistoryAttention) else time
+        times.append((time, number))
+        time = 2 if isinstance(equation.op, ops.AllToAll) else time
     return times
 
 
@@ -98,16 +94,17 @@ batch_pipelined: Final = Orchestration(
 )
 
 
-def _halves(equations: list[Equation]) -> list[tuple[int, ...]]:
-    """The halves of the layers, one after the other: attention at even times, feed-forward at odd ones."""
-    times: list[tuple[int, ...]] = []
-    fed: set[str] = set()
+def _halves(number: int, equations: list[Equation]) -> list[tuple[int, int]]:
+    """Half layers, of the second micro-batch half a layer later: at one time the attention of the one is issued before
+    the feed-forward of the other, so that its collectives come first and run beside it."""
+    times: list[tuple[int, int]] = []
+    fed: set[int] = set()
     for equation in equations:
         found = re.search(r"\blayers\.(\d+)", equation.tag)
-        layer = found[1] if found else "0"
+        layer = int(found[1]) if found else 0
         if equation.within("feed_forward"):
             fed.add(layer)
-        times.append((2 * int(layer) + (layer in fed),))
+        times.append((2 * layer + (layer in fed) + number, int(layer in fed)))
     return times
 
 
@@ -119,7 +116,7 @@ def _second(equation: Equation) -> str:
     return "side" if equation.within("batch.1") else MAIN
 
 
-#: Two micro-batches of whole layers on two streams, the second half a layer behind: attention of the one beside the
+#: Two micro-batches of whole layers on two streams, the second half a layer behind: the attention of the one beside the
 #: experts of the other.  Source: dual-batch overlap of DeepSeek-V3 (arXiv 2412.19437, section 3.4.2) and vLLM.
 dual_batch: Final = Orchestration("dual-batch", _second, streams=("side",), order=_dual, split="layers")
 

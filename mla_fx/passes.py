@@ -43,7 +43,7 @@ def replicate_query(step: Step) -> Step:
         for name in (absorb.operands[1], *project.operands[1:]):
             grown[name] = _times(avals[name], group.size)
         heads = avals[gather.operands[1]].shape[1] * group.size
-        new[rotate.results] = (evolve(rotate, op=evolve(rotate.op, heads=heads)),)
+        new[rotate.results] = (evolve(rotate, op=ops.Rope(heads)),)
         own = {name: free.unused(f"{name}_own") for name in gather.operands}
         new[gather.results] = [
             Equation(ops.LocalHeads(group), (name,), (taken,), gather.tag) for name, taken in own.items()

@@ -69,6 +69,11 @@ def rope(x: Value, cos: Value, sin: Value, *, heads: int | None = None, name: st
     return bind(ops.Rope(heads), x, cos, sin, names=(name,))[0]
 
 
-def v_up(attn: Value, w_uv: Value) -> Value:
-    """Merged latents [T, N, L] and `w_uv` [N, L, V] -> [T, N * V].  See `ops.VUp`."""
-    return bind(ops.VUp(), attn, w_uv)[0]
+def v_up(attn: Value, w_uv: Value, *, group: Group | None = None, flat: bool = True) -> Value:
+    """Latents [T, N, L] and `w_uv` [N, L, V], or of all heads of a group -> [T, N * V] or [T, N, V].  See `ops.VUp`."""
+    return bind(ops.VUp(group, flat), attn, w_uv)[0]
+
+
+def prefetch(weight: Value, after: Value) -> None:
+    """Bring a weight into the device's cache once `after` is there: a hint, without a result.  See `ops.Prefetch`."""
+    bind(ops.Prefetch(), weight, after)

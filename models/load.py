@@ -26,7 +26,7 @@ from mla_fx.models.parameters import ModelParams, MtpParams
 from mla_fx.models.quantize import quantize_int8
 from mla_fx.models.weights import layer_prefix, layer_weights, model_weights, mtp_weights
 from mla_fx.parameters import AttentionParams, LayerParams, Quantized
-from mla_fx.weights import Place, Weight, shares
+from mla_fx.weights import Form, Place, Weight, shares
 
 #: Experts' tensors that are read from a file opened once; what they take stays in memory together.
 AT_ONCE = 4
@@ -65,7 +65,7 @@ class Loader:
             raise InputError(f"quantization: must be None or {', '.join(QUANTIZATIONS)}: got {self.quantization!r}")
 
     @property
-    def _form(self) -> dict[str, bool]:
+    def _form(self) -> Form:
         return {"replicate_query": self.replicate_query, "project_before_merge": self.project_before_merge}
 
     def model(self) -> ModelParams[Tensor]:

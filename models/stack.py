@@ -164,7 +164,9 @@ def mtp_step(config: ModelConfig, shape: StepShape, *, given: int, rows: int) ->
         h = all_gather(add(*halves, name="part"), features=c.hidden_size, group=shape.tp, name="x")
         angles = angles_of(batch, h, config=c, shape=shape)
         with scope(f"layers.{config.num_hidden_layers}"):
-            h, cache = in_parts("layers", decoder_layer, h, params.layer, cache, angles, batch, config=config, shape=shape)
+            h, cache = in_parts(
+                "layers", decoder_layer, h, params.layer, cache, angles, batch, config=config, shape=shape
+            )
         normed = rms_norm(take_rows(h, rows, name="last"), params.norm, epsilon=c.rms_norm_eps, name="normed")
         return head(normed, params.lm_head, config=config, group=shape.tp), h, cache
 

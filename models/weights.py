@@ -5,17 +5,18 @@ decoder layers; they may have an embedding and a head of their own.
 """
 
 from collections.abc import Iterable
+from typing import Unpack
 
 from mla_fx.decode import StepShape, weight_avals
 from mla_fx.effects import Aval
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.parameters import ModelParams, MtpParams
 from mla_fx.parameters import LayerParams
-from mla_fx.weights import Cut, Kind, Weight, attention_weights, mlp_weights, moe_weights, named
+from mla_fx.weights import Cut, Form, Kind, Weight, attention_weights, mlp_weights, moe_weights, named
 
 
 def model_weights(
-    config: ModelConfig, *, layers: Iterable[int] | None = None, **form: bool
+    config: ModelConfig, *, layers: Iterable[int] | None = None, **form: Unpack[Form]
 ) -> ModelParams[Weight]:
     """Embedding, decoder layers (all, or those numbered `layers`), final norm and head, which may be the embedding.
 
@@ -31,7 +32,7 @@ def model_weights(
     )
 
 
-def layer_weights(config: ModelConfig, layer: int, **form: bool) -> LayerParams[Weight]:
+def layer_weights(config: ModelConfig, layer: int, **form: Unpack[Form]) -> LayerParams[Weight]:
     """Decoder layer number `layer`; those of prediction modules follow the others."""
     prefix, hidden = layer_prefix(layer), config.attention.hidden_size
     return LayerParams(
@@ -44,7 +45,7 @@ def layer_weights(config: ModelConfig, layer: int, **form: bool) -> LayerParams[
     )
 
 
-def mtp_weights(config: ModelConfig, layer: int, **form: bool) -> MtpParams[Weight]:
+def mtp_weights(config: ModelConfig, layer: int, **form: Unpack[Form]) -> MtpParams[Weight]:
     """A prediction module; its two halves of `eh_proj` are of the embedding and of the hidden state."""
     prefix, hidden = layer_prefix(layer), config.attention.hidden_size
     halves = [

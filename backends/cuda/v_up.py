@@ -12,4 +12,4 @@ def rule(attn: torch.Tensor, w_uv: torch.Tensor, *, run: Run, group: Group | Non
     first = run.rank * attn.shape[1] if group else 0
     w_uv = w_uv[first : first + attn.shape[1]]
     out = per_head(attn, w_uv)
-    return (out.view(len(out), -1) if flat else out,)
+    return (out.flatten(1) if flat else out,)

@@ -23,7 +23,9 @@ from mla_fx.effects.validate import boolean, instance
 
 @frozen
 class VUp(Op):
-    """`attn` [T, N, L], `w_uv` [N, L, V] or, with a `group` of W ranks, [N W, L, V] -> [T, N * V], [T, N, V] not `flat`."""
+    """`attn` [T, N, L], `w_uv` [H, L, V] with H = N, or N * W with a `group` of W ranks
+    -> [T, N * V], or [T, N, V] where it is not `flat`.
+    """
 
     group: Group | None = field(default=None, validator=optional(instance(Group)))
     flat: bool = field(default=True, validator=boolean)
@@ -34,6 +36,9 @@ class VUp(Op):
         """Heads and latent must agree."""
         own, ranks = axes["N"], self.group.size if self.group else 1
         if axes["H"] != own * ranks:
-            raise ShapeError(f"{self.name}: w_uv must have {own * ranks} heads, {own} for each rank: got {axes['H']}")
+            each = f" on each of {self.group}" if self.group else ""
+            raise ShapeError(
+                f"{self.name}: axis H of w_uv must be {own * ranks}, for the {own} heads of attn{each}: got {axes['H']}"
+            )
         shape = (own * axes["V"],) if self.flat else (own, axes["V"])
         return (Aval((axes["T"], *shape), dtype),)

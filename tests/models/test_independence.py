@@ -27,7 +27,7 @@ MARGIN: Final = 2e-3
 
 AXES: Final[Mapping[str, Sequence[Any]]] = {
     "ranks": (1, 2, 4, 8),
-    "orchestration": tuple(orchestrations.NAMED),
+    "orchestration": ANYWHERE,
     "chunk": (5, 16, 512),
     "interleave": (1, BLOCK),
     "company": (False, True),
