@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from mla_fx import StepShape, attention_step, backends, orchestrations
 from mla_fx.decode import attention_avals
-from mla_fx.effects import MAIN, InputError, Keep, Launch, ScheduleError, Wait, check, ops, schedule
+from mla_fx.effects import MAIN, InputError, Keep, Launch, ScheduleError, StepError, Wait, check, ops, schedule
 from mla_fx.models import deepseek_v3_config, model_step
 from mla_fx.passes import prefetch_weights, project_before_merge, replicate_query
 from tests.setups import CONFIG, Setup
@@ -23,7 +23,7 @@ NAMES = [name for name in orchestrations.NAMED if name != "serial"]
 #: What can be said of the attention of one layer; the others place experts.
 OF_ATTENTION = ["exchange-aside", "attention-aside", "batch-pipelined", "prefetch"]
 RANKS = (1, 2, 4, 8)
-#: In three steps a request without a history, one that is cut between micro-batches, and none at all in the second.
+#: History and new tokens of two requests: each micro-batch with a padded row; the second request cut; the first alone.
 LENGTHS = [((9, 5), (1, 2)), ((0, 3), (1, 3)), ((7, 2), (1, 0))]
 
 
@@ -76,16 +76,18 @@ def agree(name, setup, lengths, seeds, kinds=("cpu", "reference")):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("ranks", "lengths"), list(zip((2, 4), LENGTHS[:2], strict=True)), ids=["2", "4"])
-def test_the_bits_are_those_of_the_serial_program(name, ranks, lengths):
-    agree(name, of(name, ranks=ranks), lengths, range(2), ["cpu"])
+@pytest.mark.parametrize("ranks", [2])
+def test_the_bits_are_those_of_the_serial_program(name, ranks):
+    agree(name, of(name, ranks=ranks), LENGTHS[1], range(2), ["cpu"])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("form", [{}, {"replicate_query": True, "project_before_merge": True}, {"quantization": "w8a8"}])
+@pytest.mark.parametrize(
+    "form", [{}, {"replicate_query": True, "project_before_merge": True}, {"quantization": "w8a8"}]
+)
 def test_everywhere_the_bits_are_those_of_the_serial_program(name, ranks, lengths, form):
     layers = 3 if name not in OF_ATTENTION else 2
     agree(name, of(name, ranks=ranks, layers=layers, **form), lengths, range(10))
@@ -103,9 +105,7 @@ def test_two_micro_batches_are_the_whole(split, layers, lengths):
     whole = Setup(ranks=2, layers=layers, tokens=4, dtype="fp64")
     parts = evolve(whole, split=split)
     exact = backends.get("reference", ranks=2)
-    wanted, got = (
-        leaves(exact, schedule(one.step, orchestrations.serial), one, *lengths) for one in (whole, parts)
-    )
+    wanted, got = (leaves(exact, schedule(one.step, orchestrations.serial), one, *lengths) for one in (whole, parts))
     close(got, wanted, 1e-11)
 
 
@@ -220,23 +220,39 @@ def test_collectives_are_issued_in_one_order():
 # --- passes ----------------------------------------------------------------------------------------
 
 
-def test_what_is_fetched():
-    """The weights that are read behind each collective, each by the collective before it, and no expert's."""
-    step = prefetch_weights(of("prefetch", layers=2).step)
-    read, fetched = [], []
-    for equation in step.equations:
+def between_collectives(equations, pick):
+    """What `pick` gives of the equations behind each collective, up to the next one."""
+    found = [[]]
+    for equation in equations:
         if equation.op.communicates:
-            assert set(read) <= set(fetched)
-            read, fetched = [], []
-        elif isinstance(equation.op, ops.Linear):
-            read.append(equation.operands[1])
-    behind = [[]]
-    for equation in reversed(step.equations):
-        if isinstance(equation.op, ops.Prefetch):
-            behind[-1].append(equation.operands[0])
-        elif equation.op.communicates:
-            behind.append([])
-    assert sum(map(len, behind)) == 0 + sum(isinstance(e.op, ops.Prefetch) for e in step.equations)
+            found.append([])
+        found[-1] += pick(equation)
+    return found
+
+
+def test_what_is_fetched():
+    """Beside each collective the projections' weights that are read behind it, in their order, and no expert's."""
+    step = of("prefetch").step
+    read = {ops.Linear: slice(1, 2), ops.VUp: slice(1, 2)}
+    wanted = between_collectives(step.equations, lambda e: e.operands[read.get(type(e.op), slice(0))])
+    passed = prefetch_weights(step)
+    assert [e for e in passed.equations if not isinstance(e.op, ops.Prefetch)] == list(step.equations)
+    fetched = between_collectives(passed.equations, lambda e: e.operands[:1] if isinstance(e.op, ops.Prefetch) else ())
+    # A prefetch stands before its collective, so behind the one before that.
+    assert fetched[:-1] == wanted[1:] and fetched[-1] == []
+    experts = [f"params.layers[1].feed_forward.{name}_proj" for name in ("gate_up", "down")]
+    assert set(experts) < set(step.avals()) and not set(experts) & set(itertools.chain.from_iterable(fetched))
+
+
+def test_a_prefetch_is_a_hint():
+    """Nothing but the end waits for one; the LSEs that it follows are kept, and nothing else is."""
+    setup = of("prefetch", layers=None)
+    program = schedule(setup.step, orchestrations.prefetch)
+    before = follows(program)
+    fetches = [launch for launch in program.launches if isinstance(launch.op, ops.Prefetch)]
+    assert [launch.operands for launch in fetches] == [("params.w_uv", "hist_lse"), ("params.o_proj", "hist_lse")]
+    assert all(("recv", "recv_lse") not in before[one.results] for one in fetches)
+    assert {effect.value for effect in program if isinstance(effect, Keep)} == {"hist_lse"}
 
 
 @pytest.mark.parametrize("layers", [None, 2])
@@ -248,3 +264,51 @@ def test_a_pass_gives_what_the_step_gave(form, layers, ranks):
     exact = backends.get("reference", ranks=ranks)
     wanted, got = (leaves(exact, schedule(one.step, orchestrations.serial), one) for one in (plain, passed))
     close(got, wanted)
+
+
+@pytest.mark.parametrize("form", [{"replicate_query": True}, {"project_before_merge": True}])
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+def test_a_pass_asks_for_what_the_table_of_weights_gives(form, lora, quantization):
+    """Two places say the shapes of the parameters: the pass, and the table that a rank's part is cut by."""
+    config = CONFIG if lora else evolve(CONFIG, q_lora_rank=None)
+    for ranks in RANKS:
+        shape = StepShape(ranks=ranks, tokens=4, quantization=quantization, **form)
+        asked = [put.aval for put in attention_step(config, shape).inputs if put.role == "parameter"]
+        assert asked == pytree.tree_leaves(attention_avals(config, shape))
+
+
+def test_replicated_queries_are_two_slices_and_no_collective():
+    plain, passed = (Setup(ranks=4, replicate_query=one).step for one in (False, True))
+    assert replicate_query(plain) == passed
+    kinds = [[type(e.op) for e in step.equations] for step in (plain, passed)]
+    assert kinds[1] == [
+        kind for one in kinds[0] for kind in ([ops.LocalHeads] * 2 if one is ops.GatherHeads else [one])
+    ]
+
+
+def test_values_cross_in_place_of_latents():
+    """Bytes of a head and token: V values in place of L, and the LSE beside them."""
+    config = evolve(CONFIG, kv_lora_rank=512, v_head_dim=128)
+    for form, features in (({}, 512), ({"project_before_merge": True}, 128)):
+        step = attention_step(config, StepShape(ranks=4, tokens=3, **form))
+        (exchange,) = (e for e in step.equations if isinstance(e.op, ops.AllToAll))
+        out, lse = (step.avals()[name] for name in exchange.operands)
+        assert (out.shape, lse.shape) == ((3, 8, features), (3, 8))
+    assert project_before_merge(attention_step(config, StepShape(ranks=4, tokens=3))) == step
+
+
+def test_a_step_that_is_not_what_a_pass_takes_it_for_is_refused():
+    step = Setup(ranks=2, replicate_query=True).step
+    assert replicate_query(step) == step  # nothing is gathered any more
+    merged = Setup(ranks=2, project_before_merge=True).step
+    with pytest.raises(StepError, match="hist must be a result of combine: got 'hist, hist_lse = history_attention"):
+        project_before_merge(merged)
+
+
+def test_the_stack_of_deepseek_v3_is_legal():
+    config, shape = evolve(deepseek_v3_config(), num_hidden_layers=5), StepShape(ranks=8, tokens=4, requests=4)
+    for name in NAMES:
+        one = orchestrations.NAMED[name]
+        for form in ({}, {"replicate_query": True, "project_before_merge": True}):
+            check(schedule(model_step(config, evolve(shape, split=one.split, **form)), one))

@@ -16,6 +16,7 @@ from mla_fx import orchestrations
 from mla_fx.models import Engine, MtpDrafter
 from mla_fx.models.runner import Piece
 from tests.models.served import finish, make_runner, oracle, random_prompts, small
+from tests.setups import ANYWHERE
 
 PROMPT: Final = torch.randint(64, (20,), generator=torch.Generator().manual_seed(101)).tolist()
 COUNT: Final = 300

@@ -19,7 +19,6 @@ from tests.setups import ANYWHERE
 from tests.test_merged_attention import cases, hold, merge_step, merged, whole
 
 
-
 @st.composite
 def taken(draw: st.DrawFn) -> Case:
     """Any case of the property, with L, R and blocks as the operator wants them in 16 bits."""
