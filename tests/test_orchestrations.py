@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 from torch.utils import _pytree as pytree
 
-from mla_fx import StepShape, attention_step, backends, orchestrations
+from mla_fx import StepShape, attention_step, backends, decode, orchestrations
 from mla_fx.decode import attention_avals
 from mla_fx.effects import MAIN, InputError, Keep, Launch, ScheduleError, StepError, Wait, check, ops, schedule
 from mla_fx.models import deepseek_v3_config, model_step
@@ -63,14 +63,14 @@ def close(left, right, tolerance=1e-12):
         torch.testing.assert_close(ours, exactly, rtol=tolerance, atol=tolerance)
 
 
-def agree(name, setup, lengths, seeds, kinds=("cpu", "reference")):
-    """Plain and hostile, on every backend: the bits of the serial program."""
+def agree(name, setup, lengths, seeds):
+    """Plain and hostile, under so many seeds on each backend: the bits of the serial program."""
     program = schedule(setup.step, orchestrations.NAMED[name])
     check(program)
-    for kind in kinds:
+    for kind, count in seeds.items():
         wanted = leaves(backends.get(kind, ranks=setup.ranks), serially(setup, name), setup, *lengths)
         assert all(leaf.isfinite().all() for leaf in wanted)
-        for seed in (None, *seeds):
+        for seed in (None, *range(count)):
             made = backends.get(kind, ranks=setup.ranks, adversary=seed)
             same(leaves(made, program, setup, *lengths), wanted)
 
@@ -78,7 +78,7 @@ def agree(name, setup, lengths, seeds, kinds=("cpu", "reference")):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [2])
 def test_the_bits_are_those_of_the_serial_program(name, ranks):
-    agree(name, of(name, ranks=ranks), LENGTHS[1], range(2), ["cpu"])
+    agree(name, of(name, ranks=ranks), LENGTHS[1], {"cpu": 2})
 
 
 @pytest.mark.soak
@@ -90,9 +90,9 @@ def test_the_bits_are_those_of_the_serial_program(name, ranks):
 )
 def test_everywhere_the_bits_are_those_of_the_serial_program(name, ranks, lengths, form):
     layers = 3 if name not in OF_ATTENTION else 2
-    agree(name, of(name, ranks=ranks, layers=layers, **form), lengths, range(10))
+    agree(name, of(name, ranks=ranks, layers=layers, **form), lengths, {"cpu": 4, "reference": 1})
     if name in OF_ATTENTION:
-        agree(name, of(name, ranks=ranks, layers=None, **form), lengths, range(10))
+        agree(name, of(name, ranks=ranks, layers=None, **form), lengths, {"cpu": 4, "reference": 1})
 
 
 # --- micro-batches ---------------------------------------------------------------------------------
@@ -312,3 +312,60 @@ def test_the_stack_of_deepseek_v3_is_legal():
         one = orchestrations.NAMED[name]
         for form in ({}, {"replicate_query": True, "project_before_merge": True}):
             check(schedule(model_step(config, evolve(shape, split=one.split, **form)), one))
+
+
+# --- faults ----------------------------------------------------------------------------------------
+
+
+def forgotten_history(patch):
+    """The second micro-batch takes as history what was there before the step."""
+    whole = decode.plan_batch
+
+    def forgetful(sharding, *, tokens, history, query, **sizes):
+        parts = decode_parts(sharding, tokens=tokens, history=history, query=query, **sizes)
+        before = whole(sharding, tokens=sum(tokens), history=history, query=query, **sizes)
+        return [
+            (first, rest._replace(history_lengths=all_.history_lengths))
+            for (first, rest), all_ in zip(parts, before, strict=True)
+        ]
+
+    decode_parts = decode.plan_parts
+    patch.setattr(decode, "plan_parts", forgetful)
+
+
+def one_cache_for_each(patch):
+    """The second micro-batch writes what the step was given, and the first one's rows are lost."""
+    original = decode.in_parts
+
+    def apart(split, function, x, params, cache, angles, batch, *, config, shape):
+        def fresh(x, params, _, angles, batch, *, config, shape):
+            out, written = function(x, params, cache, angles, batch, config=config, shape=shape)
+            return out, written
+
+        return original(split, fresh, x, params, cache, angles, batch, config=config, shape=shape)
+
+    patch.setattr(decode, "in_parts", apart)
+
+
+@pytest.mark.parametrize(("fault", "seen"), [(forgotten_history, AssertionError), (one_cache_for_each, ScheduleError)])
+def test_a_fault_of_the_split_is_seen(monkeypatch, fault, seen):
+    test_two_micro_batches_are_the_whole("attention", None, LENGTHS[1])
+    fault(monkeypatch)
+    with pytest.raises(seen):
+        test_two_micro_batches_are_the_whole("attention", None, LENGTHS[1])
+
+
+def test_an_order_that_is_not_staggered_is_seen(monkeypatch):
+    """Both micro-batches at once: the attention of the first waits for the collectives of the other's experts."""
+    level = orchestrations._halves
+    monkeypatch.setattr(orchestrations, "_halves", lambda number, mine: level(0, mine))
+    with pytest.raises(AssertionError):
+        test_the_attention_of_one_micro_batch_runs_beside_the_experts_of_the_other()
+
+
+def test_a_wait_for_a_prefetch_is_seen(monkeypatch):
+    """As if the weight were read from what it brings."""
+    fetched = orchestrations.prefetch
+    monkeypatch.setattr(orchestrations, "prefetch", evolve(fetched, stream=lambda equation: MAIN, streams=()))
+    with pytest.raises(AssertionError):
+        test_a_prefetch_is_a_hint()
