@@ -24,7 +24,7 @@ from attrs import evolve, field, frozen
 from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 from mla_fx.effects.step import Input as Input
-from mla_fx.effects.step import avals_of, memory_of
+from mla_fx.effects.step import avals_of, call, memory_of
 
 #: The stream that inputs are ready on and outputs are read on.
 MAIN: Final = "main"
@@ -44,8 +44,7 @@ class Launch:
         notes = [f"uses {name}" for name in self.op.uses]
         if self.op.communicates:
             notes.append(f"over {self.op.group_of()}")
-        call = f"{', '.join(self.results)} = {self.op.name} {' '.join(self.operands)}"
-        return f"{call}    {', '.join(notes)}" if notes else call
+        return f"{call(self)}    {', '.join(notes)}" if notes else call(self)
 
 
 @frozen

@@ -216,7 +216,11 @@ def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
         help="what is kept alive (default %(default)s)",
     )
     add("--replicate-query", action="store_true", help="every rank projects all heads' queries; nothing is gathered")
-
+    add(
+        "--project-before-merge",
+        action="store_true",
+        help="every rank projects all heads' values, which are exchanged in place of latents",
+    )
     add("--quantization", choices=QUANTIZATIONS, help="store projections in 8 bits (default: in the dtype)")
 
 
@@ -333,8 +337,12 @@ def _step(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Step]:
         block_size=options.block_size,
         dtype=options.dtype,
         replicate_query=options.replicate_query,
+        project_before_merge=options.project_before_merge,
         quantization=options.quantization,
+        split=chosen_orchestration(options.orchestration).split,
     )
+    if options.layers is None and shape.split == "layers":
+        raise InputError(f"--orchestration: {options.orchestration} splits whole layers: must come with --layers")
     if options.layers is None:
         return config, shape, attention_step(config.attention, shape)
     return config, shape, model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens)

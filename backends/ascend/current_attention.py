@@ -24,12 +24,14 @@ def rule(
     *,
     run: Run,
     scale: float,
+    workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Without paging both length lists are cumulative and equal: a request's keys are its new tokens."""
     if q_latent.dtype != torch.float32:
         keys = [part.contiguous().unsqueeze(1) for part in (latent, k_rope)]
         how: dict[str, Any] = {"scale": scale, "atten_mask": causal_mask(run), "sparse_mode": 3}
-        return fused(q_latent, q_rope, *keys, lengths=query_lengths, keys=query_lengths, run=run, **how)
+        how["workspace"] = run.scratch(workspace)
+        return fused(q_latent, q_rope, *keys, lengths=query_lengths, keys=query_lengths, **how)
     cur, lse = unseen(q_latent)
     end = 0
     for length in query_lengths:

@@ -19,7 +19,7 @@ from attrs import field, frozen
 from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
 from mla_fx.effects.ops.history_attention import WORKSPACE, check_query_lengths
-from mla_fx.effects.validate import number
+from mla_fx.effects.validate import number, word
 
 
 @frozen
@@ -31,6 +31,7 @@ class CurrentAttention(Op):
     """
 
     scale: float = field(validator=number(above=0))
+    workspace: str = field(default=WORKSPACE, validator=word)
     operands: ClassVar = {
         "q_latent": "T N L",
         "q_rope": "T N R",
@@ -39,7 +40,11 @@ class CurrentAttention(Op):
         "query_lengths": "B host",
     }
     results: ClassVar = ("cur", "cur_lse")
-    uses: ClassVar = (WORKSPACE,)
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Its workspace, by name."""
+        return (self.workspace,)
 
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Query and keys have one dtype."""

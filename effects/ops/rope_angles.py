@@ -26,14 +26,14 @@ POSITIONS: Final = 2048 * 2048
 
 @frozen
 class RopeAngles(Op):
-    """`positions` int64 [T] in 0..4194303, `like` [T, D] -> `cos`, `sin` [T, R / 2] in fp32, or fp64 beside float64.
+    """`positions` int64 [T] in 0..4194303, `like` [J, D] -> `cos`, `sin` [T, R / 2] in fp32, or fp64 beside float64.
 
     `like` is any activation of the step: only its dtype is looked at.
     """
 
     frequencies: tuple[float, ...] = field(validator=deep_iterable(number(least=0), instance(tuple)))
     magnitude: float = field(validator=number(above=0))
-    operands: ClassVar = {"positions": "T int64", "like": "T D"}
+    operands: ClassVar = {"positions": "T int64", "like": "J D"}
     results: ClassVar = ("cos", "sin")
 
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:

@@ -187,6 +187,33 @@ def _embedding(s: Step) -> list[Case]:
     return [Case(ops.Embedding(VOCABULARY, s.group), (Aval((s.tokens,), "int64"), table))]
 
 
+def _combine(s: Step) -> list[Case]:
+    """Latents, and values that were projected before."""
+    return [
+        Case(
+            ops.Combine(flat),
+            (
+                s.real(s.ranks, s.tokens, s.heads, features),
+                s.wide(s.ranks, s.tokens, s.heads),
+                s.real(s.tokens, s.heads, features),
+                s.wide(s.tokens, s.heads),
+            ),
+        )
+        for flat, features in ((False, LATENT), (True, VALUE))
+    ]
+
+
+def _v_up(s: Step) -> list[Case]:
+    """What was merged; all heads of the history, and the current part with own heads of them, before."""
+    every = s.real(HEADS, LATENT, VALUE)
+    own = s.real(s.tokens, s.heads, LATENT)
+    return [
+        Case(ops.VUp(), (own, s.real(s.heads, LATENT, VALUE))),
+        Case(ops.VUp(flat=False), (s.real(s.tokens, HEADS, LATENT), every)),
+        Case(ops.VUp(s.group, flat=False), (own, every)),
+    ]
+
+
 def _single(make: Callable[[Step], Case]) -> Callable[[Step], list[Case]]:
     return lambda step: [make(step)]
 
@@ -194,8 +221,8 @@ def _single(make: Callable[[Step], Case]) -> Callable[[Step], list[Case]]:
 def _by_letters(op: type[Op], s: Step) -> list[Case]:
     """The case of an op without parameters, from what it says of its operands, letter by letter."""
     sizes = {"T": s.tokens, "N": s.heads, "H": HEADS, "W": s.ranks, "L": LATENT, "R": ROPE, "V": VALUE, "D": HIDDEN}
-    sizes |= {"X": EXPERTS, "U": TOP_K, "Z": s.tokens * TOP_K, "C": BLOCKS, "S": BLOCK, "O": 4}
-    dtypes = {"float": s.dtype, "wide": wide_dtype(s.dtype)}
+    sizes |= {"X": EXPERTS, "U": TOP_K, "Z": s.tokens * TOP_K, "C": BLOCKS, "S": BLOCK, "O": 4, "J": 3}
+    dtypes = {"float": s.dtype, "wide": wide_dtype(s.dtype), "any": s.dtype}
     said = map(operand, op.operands.values())
     avals = (Aval(tuple(sizes[axis] for axis in one.axes), dtypes.get(one.kind, one.kind)) for one in said)
     return [Case(op(), tuple(avals))]
@@ -219,6 +246,9 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ops.HistoryAttention: _history,
     ops.CurrentAttention: _current,
     ops.AllToAll: _all_to_all,
+    ops.Combine: _combine,
+    ops.VUp: _v_up,
+    ops.SplitTokens: _single(lambda s: Case(ops.SplitTokens(s.tokens // 2), (s.real(s.tokens, HIDDEN),))),
     ops.AllReduce: _single(lambda s: Case(ops.AllReduce(s.group), (s.real(s.tokens, HIDDEN),))),
     ops.Embedding: _embedding,
     ops.Swiglu: _single(lambda s: Case(ops.Swiglu(), (s.real(s.tokens, 2 * EXPERT),))),

@@ -132,8 +132,12 @@ def doing(op: type[Op], results: Any) -> Callable[..., Any]:
             return lambda *_, run: results
         case ("epsilon",):
             return lambda *_, run, epsilon: results
-        case ("scale",):
-            return lambda *_, run, scale: results
+        case ("scale", "workspace"):
+            return lambda *_, run, scale, workspace: results
+        case ("flat",):
+            return lambda *_, run, flat: results
+        case ("group", "flat"):
+            return lambda *_, run, group, flat: results
         case ("heads",):
             return lambda *_, run, heads: results
         case ("rope",):

@@ -16,6 +16,7 @@ from mla_fx import orchestrations
 from mla_fx.models import Engine, MtpDrafter
 from mla_fx.models.runner import Piece
 from tests.models.served import finish, make_runner, oracle, random_prompts, small
+from tests.setups import ANYWHERE
 
 PROMPT: Final = torch.randint(64, (110,), generator=torch.Generator().manual_seed(103)).tolist()
 COUNT: Final = 150
@@ -27,13 +28,15 @@ MARGIN: Final = 2e-3
 
 AXES: Final[Mapping[str, Sequence[Any]]] = {
     "ranks": (1, 2, 4, 8),
-    "orchestration": ("serial", "exchange-aside", "attention-aside"),  # all are the serial one's bits, step by step
+    "orchestration": ANYWHERE,  # all others are the serial one's bits too, step by step
     "chunk": (5, 16, 512),
     "interleave": (1, BLOCK),
     "company": (False, True),
     "mode": ("minimal", "conservative"),
     "drafts": (0, 2),
 }
+#: What the long run goes through.
+ALL: Final[Mapping[str, Sequence[Any]]] = {**AXES, "orchestration": tuple(orchestrations.NAMED)}
 
 
 def covering(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -151,9 +154,22 @@ def test_the_same_tokens(baseline, choice):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("rest", [dict(zip(AXES, v, strict=True)) for v in itertools.product(*AXES.values())], ids=str)
+@pytest.mark.parametrize("rest", [dict(zip(ALL, v, strict=True)) for v in itertools.product(*ALL.values())], ids=str)
 def test_the_same_tokens_in_all_combinations(baseline, rest):
     assert serve(**rest)[0] == baseline
+
+
+@pytest.mark.parametrize("name", [name for name in orchestrations.NAMED if name not in ANYWHERE])
+def test_the_same_tokens_under_orchestrations_of_whole_layers(baseline, name):
+    """Chunks of prompts, single tokens and drafts, each in two micro-batches where the orchestration wants two."""
+    chosen = orchestrations.NAMED[name]
+    runner = make_runner(
+        small(), ranks=2, requests=2, block_size=BLOCK, orchestration=chosen, prefill_orchestration=chosen, mtp=True
+    )
+    engine = Engine(runner=runner, chunk=11, drafter=MtpDrafter(runner, 2))
+    other = random_prompts(1)[0]
+    assert finish(engine, [PROMPT, other], 8) == [baseline[:8], oracle(small()).greedy(other, 8)]
+    assert {key[-1] for key in runner.programs} == {False, True}  # those that fill in a prompt, and the others
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -20,7 +20,6 @@ import torch
 from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
 from mla_fx.backends.device import Run, Scratch
 from mla_fx.effects import Aval
-from mla_fx.effects.ops.history_attention import WORKSPACE
 
 #: Query heads that the operator takes for L = 512.
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -57,7 +56,7 @@ def fused(
     *,
     lengths: Sequence[int],
     keys: Sequence[int],
-    run: Run,
+    workspace: Scratch,
     **how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`q_latent` [T, H, L], `q_rope` [T, H, R] -> output [T, H, L] and LSE [T, H].
@@ -73,7 +72,7 @@ def fused(
         size = next(count for count in HEADS if count >= heads)
         queries = [_padded(part, size) for part in (q_latent, q_rope)]
         into = (out, lse) if size == heads else (torch.empty_like(queries[0]), lse.new_empty((tokens, size)))
-        _call(queries, (latent, k_rope), [part[:real] for part in into], lengths, keys, run.scratch(WORKSPACE), how)
+        _call(queries, (latent, k_rope), [part[:real] for part in into], lengths, keys, workspace, how)
         if size != heads:
             out.copy_(into[0][:, :heads])
             lse.copy_(into[1][:, :heads])

@@ -15,6 +15,7 @@ from mla_fx.effects import schedule
 from tests.models.test_model_agreement import CASES, PROMPT, agree, ours, transformers_model
 from tests.oracles import dense_causal
 from tests.sequences import Case, fill
+from tests.setups import ANYWHERE
 from tests.test_merged_attention import cases, hold, merge_step, merged, whole
 
 
@@ -30,7 +31,7 @@ def taken(draw: st.DrawFn) -> Case:
 
 @pytest.mark.usefixtures("emulator")
 @settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(taken(), st.sampled_from(list(orchestrations.NAMED)), st.integers(0, 10**6))
+@given(taken(), st.sampled_from(ANYWHERE), st.integers(0, 10**6))
 def test_any_split_is_the_whole(machine, case, orchestration, seed):
     machine.seed(seed)
     data = fill(case)

@@ -14,7 +14,7 @@ from mla_fx import orchestrations
 from mla_fx.effects import Keep, Program, Record, Stage, Wait, check, schedule
 from tests.backends.ascend.steps import Trial, ascend, equal, setup
 from tests.backends.test_decode_races import late_write, write_aside
-from tests.setups import Setup
+from tests.setups import ANYWHERE, Setup
 
 SEEDS = 200
 
@@ -44,7 +44,7 @@ def goes_wrong(emulator, program: Program, given: Setup, expected: list[torch.Te
 
 
 @pytest.mark.parametrize("mode", ["minimal", "conservative"])
-@pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+@pytest.mark.parametrize("orchestration", ANYWHERE)
 @pytest.mark.parametrize("given", [setup("bf16"), setup("fp32", ranks=4, layers=2)], ids=["layer", "stack"])
 def test_every_seed_gives_the_same_bits(emulator, given, orchestration, mode):
     expected = expectation(emulator, schedule(given.step, orchestrations.serial), given)
@@ -83,7 +83,7 @@ def nothing_can_be_left_out(emulator, program: Program, given: Setup) -> None:
             assert goes_wrong(emulator, program.without(index), given, expected), f"without {effect}"
 
 
-@pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+@pytest.mark.parametrize("orchestration", ANYWHERE)
 def test_two_hundred_seeds_give_the_same_bits(emulator, orchestration):
     given = setup("bf16")
     expected = expectation(emulator, schedule(given.step, orchestrations.serial), given)

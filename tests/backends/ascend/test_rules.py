@@ -179,6 +179,27 @@ def test_local_heads(rng, dtype):
 
 
 @each_dtype
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_split_and_join_tokens(rng, dtype, count):
+    x = random(rng, 3, 5, dtype=dtype)
+    verify(ops.SplitTokens(count), x)
+    verify(ops.JoinTokens(), x[:count].contiguous(), x[count:].contiguous())
+
+
+@each_dtype
+@pytest.mark.parametrize("rank", [0, 2])
+def test_v_up_of_own_heads_apart(rng, dtype, rank):
+    attn, w_uv = random(rng, 3, 2, 16, dtype=dtype), random(rng, 6, 16, 8, dtype=dtype)
+    verify(ops.VUp(group(3), flat=False), attn, w_uv, rank=rank)
+
+
+@each_dtype
+def test_combine_flat(rng, dtype):
+    parts, lse = random(rng, 2, 3, 2, 8, dtype=dtype), random(rng, 2, 3, 2, dtype=torch.float32)
+    verify(ops.Combine(flat=True), parts, lse, parts[0], lse[0])
+
+
+@each_dtype
 @each_count
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gather_heads(rng, dtype, tokens, ranks):
