@@ -16,6 +16,7 @@ from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
 from mla_fx.effects import Aval, InputError, Op, Program, bind, on_host, schedule, trace
 from mla_fx.effects.aval import operand
 from tests.ops.conftest import aval, fields
+from tests.processes import Nursery, nursery
 
 
 def why_not() -> str | None:
@@ -41,6 +42,15 @@ def emulator(machine: Machine) -> Iterator[Machine]:
     yield machine
     machine.recover()
     machine.synchronize()
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Nursery]:
+    """Where processes that emulate a device each are forked from."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with nursery(emulated=True) as made:
+        yield made
 
 
 @pytest.fixture(params=RELEASES)

@@ -1,5 +1,7 @@
 """What a rank of a group of processes does in a test: functions of a member, run by `tests.processes`."""
 
+import contextlib
+import io
 import os
 from typing import Any
 
@@ -28,6 +30,14 @@ def start(member: Member, *, seed: int = 0, patience: int = 90) -> tuple[Machine
 
 def host(tree: Any) -> list[torch.Tensor]:
     return [leaf.cpu() for leaf in pytree.tree_leaves(tree)]
+
+
+def printed(member: Member, *, code: str) -> str:
+    """What code prints, in a process of its own that has loaded the emulated CANN."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    return out.getvalue()
 
 
 def decode(

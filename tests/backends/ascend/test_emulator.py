@@ -1,8 +1,6 @@
 """The emulated device below the real wheel: lateness, order, memory, faults, traces."""
 
 import ctypes
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -198,50 +196,3 @@ def test_an_operator_that_is_not_emulated_is_refused_at_the_call_by_its_name():
 
 def test_it_is_one_machine_a_process(emulator):
     assert emulate(seed=3) is emulator
-
-
-def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
-def test_torch_npu_without_cann_is_an_error_that_says_what_to_do():
-    """In a process that emulates nothing the wheel finds no CANN: that is what `get` is for to explain."""
-    done = in_a_process_of_its_own('from mla_fx import backends; backends.get("ascend")')
-    assert done.returncode == 1
-    message = done.stderr.splitlines()[-1]
-    assert "InputError: backend: ascend needs torch_npu==2.13.0 (pip install 'mla-fx[ascend]') and CANN" in message
-    assert "mla_fx.backends.ascend.emulator.emulate() first: got " in message
-
-
-def test_nothing_imports_torch_npu_unasked():
-    code = """
-import sys
-import mla_fx.backends.ascend, mla_fx.backends.ascend.emulator, mla_fx.backends.body
-print([name for name in sys.modules if name.startswith("torch_npu")])
-"""
-    assert in_a_process_of_its_own(code).stdout == "[]\n"
-
-
-def test_too_late_to_emulate():
-    code = """
-import sys, types
-from mla_fx.backends.ascend.emulator import emulate
-sys.modules["torch_npu"] = types.ModuleType("torch_npu")
-emulate()
-"""
-    done = in_a_process_of_its_own(code)
-    assert "InputError: emulate: must be called before torch_npu is imported: got" in done.stderr
-
-
-def test_the_process_ends_in_peace():
-    """With tensors, streams and tasks that never ran."""
-    code = """
-from mla_fx.backends.ascend.emulator import emulate
-emulate()
-import torch
-side = torch.npu.Stream()
-with torch.npu.stream(side):
-    x = torch.ones(4, device="npu") + 1
-"""
-    done = in_a_process_of_its_own(code)
-    assert done.returncode == 0, done.stderr

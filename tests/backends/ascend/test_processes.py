@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +12,12 @@ from mla_fx import backends, orchestrations
 from mla_fx.backends import cpu
 from mla_fx.effects import Group, ops, schedule
 from tests.backends.ascend import ranks as do
-from tests.backends.ascend.conftest import random, why_not
+from tests.backends.ascend.conftest import random
 from tests.backends.ascend.steps import setup
 from tests.ops.conftest import Rules
-from tests.processes import Nursery, nursery
 
 ATOL = {"bf16": 0.06, "fp16": 0.008, "fp32": 2e-5}
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Nursery]:
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    with nursery(emulated=True) as made:
-        yield made
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
