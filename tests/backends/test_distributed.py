@@ -19,7 +19,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Nursery]:
-    with nursery(emulated=False) as made:
+    with nursery() as made:
         yield made
 
 

@@ -74,20 +74,22 @@ def steps(member: Member, *, dtype: str, queries: list[tuple[int, ...]]) -> list
     return host(outs)
 
 
-def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...]]) -> Any:
-    """One op in a program of its own, on this rank's `operands`: its results, and the collectives that ran."""
+def collectives(member: Member, *, asked: list[tuple[Op, list[tuple[torch.Tensor, ...]]]]) -> list[Any]:
+    """Ops, each in a program of its own, on this rank's operands: results, and the collectives that ran."""
     machine, group = start(member, seed=member.rank)
-    backend = backends.get("ascend", ranks=member.ranks, group=group)
-    own = operands[member.rank]
-    run = backend.compile(program_of(op, map(aval, own)))
-    given = [[backend.put(x)] for x in own]
-    with machine.tracing() as trace:
-        results = [out for (out,) in run(*given)]
-        assert machine.ran() == 0, "the host waited"
-        member.tell(f"rank {member.rank} has issued")
-        for rank in range(member.ranks):  # so that no peer waits long enough for help
-            member.hear(f"rank {rank} has issued")
-    return host(results), [task for task in trace if task.kind == "collective"]
+    backend, found = backends.get("ascend", ranks=member.ranks, group=group), []
+    for number, (op, operands) in enumerate(asked):
+        own = operands[member.rank]
+        run = backend.compile(program_of(op, map(aval, own)))
+        given = [[backend.put(x)] for x in own]
+        with machine.tracing() as trace:
+            results = [out for (out,) in run(*given)]
+            assert machine.ran() == 0, "the host waited"
+            member.tell(f"rank {member.rank} has issued {number}")
+            for rank in range(member.ranks):  # so that no peer waits long enough for help
+                member.hear(f"rank {rank} has issued {number}")
+        found.append((host(results), [task for task in trace if task.kind == "collective"]))
+    return found
 
 
 # --- the group itself ------------------------------------------------------------
@@ -122,11 +124,12 @@ def transports(member: Member) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in found.items()}
 
 
-def sums(member: Member, *, operands: list[torch.Tensor]) -> torch.Tensor:
+def sums(member: Member, *, operands: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     start(member, seed=member.rank)
-    total = operands[member.rank].npu()
-    dist.all_reduce(total)
-    return total.cpu()
+    totals = [given[member.rank].npu() for given in operands]
+    for total in totals:
+        dist.all_reduce(total)
+    return host(totals)
 
 
 def overwritten(member: Member, *, seeds: int, waits: bool) -> list[float]:

@@ -61,12 +61,13 @@ def test_code_that_knows_nothing_of_it_runs_over_it(script):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.cann(NEWEST)
 def test_a_module_runs_over_it_too(emulator, script, monkeypatch, capsys):
     monkeypatch.chdir(script)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", [])
     assert main(["-m", "their_script", "--seed", "x"]) == 0
-    assert capsys.readouterr().out.startswith("['--seed', 'x'] [2.0, 2.0] 9.1.0\n")
+    assert capsys.readouterr().out.startswith("['--seed', 'x'] [2.0, 2.0] ")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,6 @@ def test_an_operator_that_a_user_adds(emulator, sinh):
         out.fill_(7)
 
     assert torch.sinh(x).cpu().tolist() == [7.0, 7.0]
-    emulate(cann=NEWEST)
     assert first is not second  # the decorator gives back what it decorates
 
 
