@@ -25,21 +25,25 @@ from mla_fx.effects import MAIN, InputError
 class Scratch:
     """Memory that the operators of one rank share, each only while it runs; programs keep them in order.
 
-    It grows to what the largest of them asks for.  What it outgrew is kept,
-    since an operator that is still running may be using it.
+    One block for all programs, as large as the largest of them asks for.  Where a program needs more than those before
+    it, its first step waits for the device, since an operator that still runs may be using what was outgrown.
     """
 
-    held: list[torch.Tensor] = field(factory=list)
+    device: "Device"
+    memory: torch.Tensor | None = None
     known: set[Hashable] = field(factory=set)
 
-    def room(self, need: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Memory for an operator; `make` allocates what it needs at most, asked once for every `need`."""
-        if need not in self.known:
+    def room(self, need: Hashable, size: Callable[[], int]) -> torch.Tensor:
+        """Memory for an operator; `size` says how many bytes it needs at most, asked once for every `need`."""
+        if need not in self.known or self.memory is None:
+            count = size()
+            if self.memory is None or count > self.memory.nbytes:
+                if self.memory is not None and self.device.has_streams:
+                    self.device.module.synchronize()
+                self.memory = None  # before the larger one is made
+                self.memory = torch.empty(count, dtype=torch.uint8, device=self.device.kind)
             self.known.add(need)
-            made = make()
-            if not self.held or made.nbytes > self.held[-1].nbytes:
-                self.held.append(made)
-        return self.held[-1]
+        return self.memory
 
 
 @define(eq=False)
@@ -163,7 +167,7 @@ class Run:
 
     def scratch(self, name: str) -> Scratch:
         """The workspace of this rank that an op `uses`."""
-        return self.device.scratch.setdefault((self.rank, name), Scratch())
+        return self.device.scratch.setdefault((self.rank, name), Scratch(self.device))
 
     def constant(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor that never changes: see `Device.constant`."""

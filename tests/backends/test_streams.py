@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -343,15 +344,25 @@ def test_a_buffer_is_of_the_memory_of_the_stream_that_sends(machine):
 
 
 def test_scratch_is_the_largest_that_was_asked_for():
-    scratch, made = Scratch(), []
+    scratch, asked = Scratch(Device("cpu")), []
 
-    def make(size: int) -> torch.Tensor:
-        made.append(size)
-        return torch.empty(size)
+    def need(size: int) -> int:
+        asked.append(size)
+        return size
 
-    sizes = [scratch.room(size, lambda size=size: make(size)).numel() for size in (4, 9, 4, 9, 2)]
-    assert sizes == [4, 9, 9, 9, 9] and made == [4, 9, 2]
-    assert [held.numel() for held in scratch.held] == [4, 9]  # the outgrown one may still be in use
+    sizes = [scratch.room(size, lambda size=size: need(size)).nbytes for size in (4, 9, 4, 9, 2)]
+    assert sizes == [4, 9, 9, 9, 9] and asked == [4, 9, 2]
+
+
+def test_scratch_that_grows_waits_for_what_may_be_using_the_old():
+    """And for nothing else: what is large enough is handed out at once."""
+    waits: list[int] = []
+    scratch = Scratch(Device("cpu", SimpleNamespace(synchronize=lambda: waits.append(before() is not None))))
+    before, counts = weakref.ref(scratch.room("a", lambda: 4)), []
+    for need, size in (("b", 3), ("c", 9), ("b", 3), ("d", 9)):
+        scratch.room(need, lambda size=size: size)
+        counts.append(len(waits))
+    assert counts == [0, 1, 1, 1] and waits == [True] and before() is None
 
 
 def test_constants_are_made_once():

@@ -152,8 +152,8 @@ class Machine:
     def operator(self, name: str, signature: str, **how: Any) -> Callable[[_Function], _Function]:
         """Decorate a function that computes an operator of that aclnn name: it is in the table from here on.
 
-        `signature` and `how` (`check`, `scratch`, `begin`, `lies`) are those of `emulator.operator.Operator`.  An
-        operator that is there already is replaced.  Raises `InputError` for a name that the wheel does not look up,
+        `signature` and `how` (`check`, `scratch`, `begin`, `most`, `lies`) are those of `emulator.operator.Operator`.
+        An operator that is there already is replaced.  Raises `InputError` for a name that the wheel does not look up,
         or for an unknown word in the signature.
         """
         if name not in self._entries:
@@ -258,7 +258,8 @@ class Machine:
             try:
                 arguments = [read(value) for (_, read), value in zip(passed, raw[:-2], strict=True)]
                 operator.check(*arguments)
-                raw[-2][0] = operator.scratch(*arguments)
+                asked = operator.scratch if launched or operator.most is None else operator.most
+                raw[-2][0] = asked(*arguments)
                 raw[-1][0] = number = next(self._numbers)
                 if launched:
                     self._pending[number] = _Call(name, operator, arguments)

@@ -78,6 +78,8 @@ class Operator:
 
     `scratch(*arguments)` is the bytes of workspace it asks for.  Where that is
     not 0, `begin` and `run` get the workspace, a uint8 tensor, as first argument.
+    `most(*arguments)` is what it says when asked for the most of it
+    (GetMaxWorkspaceSize): for any lengths over the same shapes; None: as `scratch`.
     `lies(position, tensor)` says whether an argument is taken as it lies; the
     real call makes the others contiguous first, in a kernel each (and results
     behind), which a trace counts (`Traced.kernels`).
@@ -88,6 +90,7 @@ class Operator:
     check: Callable[..., None] = _nothing
     scratch: Callable[..., int] = _no_scratch
     begin: Callable[..., None] = _nothing
+    most: Callable[..., int] | None = None
     lies: Callable[[int, torch.Tensor], bool] = contiguous
 
     @cached_property
