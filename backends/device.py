@@ -11,6 +11,7 @@ The host is a device without streams: one thread runs in issue order, which is
 a legal order.
 """
 
+import os
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any, Final
@@ -147,11 +148,38 @@ def _handle(stream: Any) -> Any:
 _OWNED: Final[dict[str, Device]] = {}
 
 
+#: What keeps all devices but some out of a process's sight.
+_IN_SIGHT: Final = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+
+
 def device(kind: str) -> Device:
-    """The device of this kind that the process has."""
+    """The device of this kind that the process has.
+
+    It becomes the current one when it is first asked for: number LOCAL_RANK, as torchrun numbers the processes of a
+    machine, or, where there is no LOCAL_RANK, the one that is current.  Raises `InputError` where there is none of
+    that number.
+    """
     if kind not in _OWNED:
-        _OWNED[kind] = Device(kind, None if kind == "cpu" else torch.get_device_module(kind))
+        module = None if kind == "cpu" else torch.get_device_module(kind)
+        if module is not None:
+            take_own(kind, module)
+        _OWNED[kind] = Device(kind, module)
     return _OWNED[kind]
+
+
+def take_own(kind: str, module: Any) -> None:
+    """Make the process's own device of a kind the current one; see `device`."""
+    told = os.environ.get("LOCAL_RANK")
+    if told is None:
+        return
+    if not told.isdecimal():
+        raise InputError(f"LOCAL_RANK: must be the number of a process on its machine, from 0: got {told!r}")
+    rank, count = int(told), module.device_count()
+    if count == 1 and os.environ.get(_IN_SIGHT.get(kind, "")):
+        return  # whoever started it has given it its own
+    if rank >= count:
+        raise InputError(f"LOCAL_RANK: must be below the number of {kind} devices in sight, {count}: got {rank}")
+    module.set_device(rank)
 
 
 #: The host.

@@ -130,6 +130,7 @@ def _fork(function: Callable[..., Any], member: Member, given: dict[str, Any]) -
     if process:
         os.close(writing)
         return _Child(process, reading)
+    os.environ["LOCAL_RANK"] = str(member.rank)  # as torchrun does
     try:
         said = pickle.dumps((function(member, **given), None))
     except BaseException:

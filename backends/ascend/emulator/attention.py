@@ -43,7 +43,7 @@ def most(fia: Fia) -> int:
 
 
 def _room(fia: Fia, pieces: int) -> int:
-    return sum(part.numel() * part.element_size() for part in _given(fia)) + 8 * fia.num_heads * pieces
+    return sum(part.nbytes for part in _given(fia)) + 8 * int(fia.num_heads) * pieces
 
 
 def begin(workspace: torch.Tensor, fia: Fia) -> None:

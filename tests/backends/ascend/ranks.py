@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends import device
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.effects import Op, schedule
+from mla_fx.effects import InputError, Op, schedule
 from tests.backends.ascend.conftest import program_of
 from tests.backends.ascend.steps import setup
 from tests.ops.conftest import aval
@@ -22,6 +23,7 @@ def start(member: Member, *, seed: int = 0, patience: int = 90) -> tuple[Machine
     """The device, and the group after its first collective, which makes the communicator."""
     os.environ["HCCL_EXEC_TIMEOUT"] = str(patience)
     machine, group = emulate(seed=seed), member.join("hccl")
+    device("npu")
     total = torch.ones(1, device="npu")
     dist.all_reduce(total)
     assert total.item() == member.ranks
@@ -47,7 +49,7 @@ def decode(
     machine, group = (emulate(), None) if together else start(member)
     ranks = together or member.ranks
     given = setup(dtype, ranks=ranks, **sizes)
-    backend = backends.get("ascend", ranks=ranks, group=group)
+    backend = backends.get("ascend", ranks=ranks, **({} if together else {"group": group}))
     run = given.compiled(backend, schedule(given.step, orchestrations.NAMED[orchestration]))
     own = backend.put([[argument[rank] for rank in backend.here] for argument in given.arguments()])
     found = []
@@ -90,6 +92,32 @@ def collectives(member: Member, *, asked: list[tuple[Op, list[tuple[torch.Tensor
                 member.hear(f"rank {rank} has issued {number}")
         found.append((host(results), [task for task in trace if task.kind == "collective"]))
     return found
+
+
+def places(member: Member) -> dict[str, Any]:
+    """Where a process is before its backend is made and after, and where its memory, constants and streams are."""
+    emulate()
+    before, group = torch.npu.current_device(), member.join("hccl")
+    given = setup("bf16", ranks=member.ranks)
+    backend = backends.get("ascend", ranks=member.ranks, group=group)
+    run = given.compiled(backend, schedule(given.step, orchestrations.attention_aside))
+    ((out,), caches) = run(*backend.put([[argument[member.rank]] for argument in given.arguments()]))
+    held = [*backend.device.constants.values(), *(of.memory for of in backend.device.scratch.values())]
+    found = {leaf.device.index for leaf in (out, *pytree.tree_leaves(caches), *held)}
+    streams = {stream.device.index for stream in backend.device.streams.values()}
+    return {"before": before, "after": torch.npu.current_device(), "found": found | streams, "out": out.cpu()}
+
+
+def no_device(member: Member, *, told: str) -> str:
+    """What is said of a number that no device has."""
+    os.environ["LOCAL_RANK"] = told
+    emulate()
+    try:
+        backends.get("ascend")
+    except InputError as error:
+        assert torch.npu.current_device() == 0
+        return str(error)
+    return ""
 
 
 # --- the group itself ------------------------------------------------------------

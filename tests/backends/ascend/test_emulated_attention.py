@@ -233,5 +233,5 @@ def test_a_workspace_that_is_too_small_faults(emulator, case):
         workspace=torch.empty(16, dtype=torch.uint8, device="npu"),
         out=results,
     )
-    with pytest.raises(RuntimeError, match="workspace: must have 20736 bytes: got 16"):
+    with pytest.raises(RuntimeError, match="workspace: must have 20832 bytes: got 16"):
         emulator.synchronize()

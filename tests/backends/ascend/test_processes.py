@@ -76,6 +76,24 @@ def test_own_heads_by_rank(processes):
         torch.testing.assert_close(out.double(), wanted[0], rtol=0, atol=2e-5)
 
 
+def test_each_process_has_a_device_of_its_own(processes):
+    """Number LOCAL_RANK, with all that a step makes; the first before a backend is made, as torch has it."""
+    for rank, found in enumerate(processes.run(do.places, ranks=2)):
+        assert (found["before"], found["after"], found["found"]) == (0, rank, {rank})
+        assert found["out"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("8", "LOCAL_RANK: must be below the number of npu devices in sight, 8: got 8"),
+        ("one", "LOCAL_RANK: must be the number of a process on its machine, from 0: got 'one'"),
+    ],
+)
+def test_a_device_that_is_not_there(processes, told, message):
+    assert processes.run(do.no_device, ranks=1, told=told) == [message]
+
+
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (4, "fp32")])
 def test_steps_in_a_row(processes, ranks, dtype):
     """Issued one after the other; lengths change, caches grow over block borders."""
