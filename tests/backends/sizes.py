@@ -99,14 +99,15 @@ def _rms_norm(s: Step) -> list[Case]:
 
 def _rope_angles(s: Step) -> list[Case]:
     frequencies = tuple(10000.0 ** (-2 * i / ROPE) for i in range(ROPE // 2))
-    op = ops.RopeAngles(frequencies=frequencies, magnitude=1.0)
-    return [Case(op, (Aval((s.tokens,), "int64"), s.real(s.tokens, HIDDEN)))]
+    each = [ops.RopeAngles(frequencies=frequencies, magnitude=1.0, rounded=rounded) for rounded in (False, True)]
+    return [Case(op, (Aval((s.tokens,), "int64"), s.real(s.tokens, HIDDEN))) for op in each]
 
 
 def _rope(s: Step) -> list[Case]:
-    angles = (s.wide(s.tokens, ROPE // 2),) * 2
+    angles = [(kind(s.tokens, ROPE),) * 2 for kind in (s.wide, s.real)]
     return [
-        Case(ops.Rope(heads), (s.real(s.tokens, features), *angles))
+        Case(ops.Rope(heads), (s.real(s.tokens, features), *pair))
+        for pair in angles
         for heads, features in ((s.heads, s.heads * (NOPE + ROPE)), (None, LATENT + ROPE))
     ]
 
