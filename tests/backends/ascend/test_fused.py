@@ -11,7 +11,13 @@ from tests.backends.ascend.steps import ascend as on_ascend
 from tests.backends.ascend.steps import equal, leaves, setup
 from tests.setups import Setup
 
-STEPS = {"attention": {}, "replicated query": {"replicate_query": True}, "two layers": {"layers": 2}}
+STEPS = {
+    "attention": {},
+    "rounded angles": {"round_angles": True},
+    "replicated query": {"replicate_query": True},
+    "two layers": {"layers": 2},
+    "two layers, rounded angles": {"layers": 2, "round_angles": True},
+}
 each_step = pytest.mark.parametrize("sizes", STEPS.values(), ids=STEPS)
 
 
