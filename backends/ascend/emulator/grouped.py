@@ -45,10 +45,10 @@ def check_grouped(*arguments: Any) -> None:
     lists = ("bias", "offset", "antiquant_scale", "antiquant_offset", "activation_input", "activation_quant_scale")
     for name in (*lists, "activation_quant_offset", "tuning_config", "activation_out", "dynamic_quant_scale_out"):
         require(not given[name], f"{name}: not emulated")
-    require(given["act_type"] == 0, f"act_type: only 0 is emulated: got {given['act_type']}")
+    kinds = (given["act_type"], given["group_type"])
+    require(kinds in ((0, -1), (0, 0)), f"only act_type 0 with group_type -1 or 0 is emulated: got {kinds}")
     if given["group_type"] == -1:
         return grouped_apart.check(given)
-    require(given["group_type"] == 0, f"group_type: only -1 and 0 are emulated: got {given['group_type']}")
     require(all(len(given[name]) == 1 for name in ("x", "weight", "out")), "only single tensors are emulated")
     require(given["split_item"] in (2, 3), f"split_item must be 2 or 3: got {given['split_item']}")
     (x,), (weight,), (out,), groups = given["x"], given["weight"], given["out"], given["group_list"]
