@@ -15,6 +15,8 @@ from mla_fx.backends.ascend.emulator import (
     pointwise,
     product,
     quant,
+    residual,
+    rotary,
     rows,
 )
 from mla_fx.backends.ascend.emulator.operator import Operator
@@ -27,6 +29,8 @@ def operators(release: Release) -> Mapping[str, Operator]:
         **pointwise.OPERATORS,
         **everyday.OPERATORS,
         **rows.OPERATORS,
+        **residual.OPERATORS,
+        **rotary.OPERATORS,
         **grouped.OPERATORS,
         **quant.OPERATORS,
         **attention.OPERATORS,
