@@ -6,6 +6,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from mla_fx.backends.ascend.fused import quant_experts
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Group, Op, ops
 from mla_fx.effects.aval import operand, wide_dtype
@@ -177,6 +178,14 @@ def _quant_grouped(s: Step) -> list[Case]:
     ]
 
 
+def _quant_experts(s: Step) -> list[Case]:
+    own = EXPERTS // s.ranks
+    weights = [(own, 2 * EXPERT, HIDDEN), (own, HIDDEN, EXPERT)]
+    given = [each for shape in weights for each in (Aval(shape, "int8"), s.wide(*shape[:2]))]
+    op = quant_experts.QuantExperts(own, s.group)
+    return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32"), *given))]
+
+
 def _permute(s: Step) -> list[Case]:
     op = ops.PermuteTokens(EXPERTS // s.ranks, s.group)
     return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32")))]
@@ -227,6 +236,7 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ops.GroupedLinear: _grouped_linear,
     ops.QuantLinear: _quant_linear,
     ops.QuantGroupedLinear: _quant_grouped,
+    quant_experts.QuantExperts: _quant_experts,
     ops.AllGather: _single(
         lambda s: Case(ops.AllGather(VOCABULARY, s.group), (s.real(s.tokens, -(-VOCABULARY // s.ranks)),))
     ),

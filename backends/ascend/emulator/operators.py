@@ -10,12 +10,14 @@ from mla_fx.backends.ascend.emulator import (
     attention,
     everyday,
     experts,
+    finalize,
     grouped,
     merge,
     pointwise,
     product,
     quant,
     rows,
+    swiglu_quant,
 )
 from mla_fx.backends.ascend.emulator.operator import Operator
 from mla_fx.backends.ascend.emulator.releases import Release
@@ -29,6 +31,8 @@ def operators(release: Release) -> Mapping[str, Operator]:
         **rows.OPERATORS,
         **grouped.OPERATORS,
         **quant.OPERATORS,
+        **finalize.OPERATORS,
+        **swiglu_quant.OPERATORS,
         **attention.OPERATORS,
         **merge.operators(release),
         **product.operators(release),

@@ -21,8 +21,15 @@ def check_dynamic_quant(
 def run_dynamic_quant(
     x: torch.Tensor, smooth: Any, groups: Any, kind: int, q: torch.Tensor, scale: torch.Tensor, offset: Any
 ) -> None:
-    """In float32.  A row of zeros has scale 0, and what it is in steps of 0 no page says: it stays unwritten."""
-    wide = x.float()
+    """In float32."""
+    quantised(x.float(), q, scale)
+
+
+def quantised(wide: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
+    """Rows in steps of a 127th of their largest: `wide` float32 [..., D] into `q` int8 [..., D] and `scale` [...].
+
+    A row of zeros has scale 0, and what it is in steps of 0 no page says: it stays unwritten.
+    """
     step = wide.abs().amax(-1) / 127
     some = step != 0
     q[some] = torch.round(wide / step.unsqueeze(-1))[some].nan_to_num(0, 127, -128).to(torch.int8)

@@ -236,7 +236,8 @@ EXPERTS: Final = (
         expert_num=10241,
         active_expert_range=[10240, 10241],
     ),
-    row("routing", "only drop_pad_mode 0 with quant_mode -1 is emulated", quant_mode=1),
+    row("routing", "only drop_pad_mode 0 with quant_mode -1 and 1 is emulated", quant_mode=0),
+    row("routing", "x must be float16, .* with quant_mode 1", x=at(3, 16, dtype=int8), quant_mode=1),
     row("routing", "scale and offset are not emulated", scale=at(3, dtype=fp32)),
     row("routing", "row_idx_type must be 0 or 1: got 2", row_idx_type=2),
     row("routing", "expert_tokens_num_type: only 0 and 1 are emulated: got 2", expert_tokens_num_type=2),
@@ -306,7 +307,8 @@ GROUPED: Final = (
         weight=lambda: [there(2, 16, 24, dtype=torch.int16)],
     ),
     row("grouped_int8", "only int8 with scale and per_token_scale is emulated", per_token_scale=None),
-    row("grouped_int8", "out must be float16 or bfloat16 beside int8: got", output_dtype=fp32),
+    row("grouped_int8", "scale and per_token_scale are for results that are no sums", output_dtype=int32),
+    row("grouped_int8", "out must be float16, bfloat16 or int32 beside int8: got", output_dtype=fp32),
     row("grouped_int8", "scale must be torch.bfloat16 beside torch.bfloat16", scale=lambda: [there(2, 24, dtype=fp32)]),
     row("grouped_int8", r"scale must be \[2, 24\]: got \[24\]", scale=lambda: [there(24)]),
     row("grouped_int8", "per_token_scale must be float32: got", per_token_scale=lambda: [there(6)]),
@@ -337,6 +339,47 @@ QUANT: Final = (
     row("quant_matmul", r"scale must be \[1\] or \[24\]", scale=at(23, dtype=fp32)),
 )
 
+FINALIZE: Final = (
+    row(
+        "finalize", "expanded_x must be float16, bfloat16 or float32", expanded_permuted_rows=at(1, 6, 16, dtype=int32)
+    ),
+    row("finalize", "expanded_row_idx must be int32: got torch.int64", expanded_src_to_dst_row=at(6, dtype=int64)),
+    row("finalize", "bias and expert_idx are not emulated", export_for_source_row=at(3, 2, dtype=int32)),
+    row("finalize", r"drop_pad_mode must be in 0\.\.3: got 4", drop_pad_mode=4),
+    row("finalize", "expanded_row_idx must have 1 axis: got 2", expanded_src_to_dst_row=at(3, 2, dtype=int32)),
+    row("finalize", "expanded_x must have 3 axes with drop_pad_mode 3: got 2", expanded_permuted_rows=at(6, 16)),
+    row("finalize", "expanded_x must have 2 axes with drop_pad_mode 2: got 3", drop_pad_mode=2),
+    row("finalize", "scales beside torch.float16: got torch.float32", expanded_permuted_rows=at(1, 6, 16, dtype=fp16)),
+    row("finalize", "scales must have 2 axes: got 1", scales=at(3, dtype=fp32)),
+    row("finalize", "k must be that of scales, 2: got 3", k=3),
+    row("finalize", "K must not be 0", scales=at(3, 0, dtype=fp32)),
+    row("finalize", "x1 must be torch.bfloat16: got torch.float32", skip1=at(3, 16, dtype=fp32)),
+    row("finalize", r"x1 must be \[3, 16\]: got \[2, 16\]", skip1=at(2, 16)),
+    row("finalize", "x2 needs x1", skip2=at(3, 16)),
+    row("finalize", r"out must be \[4, 16\]: got \[3, 16\]", expanded_src_to_dst_row=at(8, dtype=int32)),
+)
+
+SWIGLU_QUANT: Final = (
+    row("swiglu_quant", "only x int32 .* is emulated: got torch.bfloat16", x=at(6, 128)),
+    row("swiglu_quant", "bias, quant_scale and quant_offset are not emulated", quant_scale=at(2, 64, dtype=fp32)),
+    row("swiglu_quant", "quant_mode: only dynamic is emulated: got static", quant_mode=0),
+    row("swiglu_quant", "swiglu_mode: only 0 is emulated: got 2", swiglu_mode=2),
+    row("swiglu_quant", "without group_index: not emulated", group_index=None),
+    row("swiglu_quant", "without weight_scale: not emulated", weight_scale=None),
+    row("swiglu_quant", "activation_scale is needed for int32", activation_scale=None),
+    row("swiglu_quant", r"group_index must be int64 \[groups\]: got torch.int32", group_index=at(2, dtype=int32)),
+    row("swiglu_quant", "weight_scale must be float32: got torch.bfloat16", weight_scale=at(2, 128)),
+    row("swiglu_quant", r"weight_scale must be \[2, 128\]: got \[3, 128\]", weight_scale=at(3, 128, dtype=fp32)),
+    row("swiglu_quant", "activation_scale must be float32: got torch.bfloat16", activation_scale=at(6)),
+    row("swiglu_quant", "activation_scale must have 6 numbers: got 5", activation_scale=at(5, dtype=fp32)),
+    row(
+        "swiglu_quant",
+        "H must be a multiple of 64 up to 10496 in groups: got 32",
+        x=at(6, 64, dtype=int32),
+        weight_scale=at(2, 64, dtype=fp32),
+    ),
+)
+
 #: By the module whose refusals they utter.
 TABLE: Final[Mapping[str, tuple[Row, ...]]] = {
     "attention_checks": ATTENTION,
@@ -346,4 +389,6 @@ TABLE: Final[Mapping[str, tuple[Row, ...]]] = {
     "experts": EXPERTS,
     "grouped": GROUPED,
     "quant": QUANT,
+    "finalize": FINALIZE,
+    "swiglu_quant": SWIGLU_QUANT,
 }
