@@ -16,6 +16,9 @@ A collective is two of them with the transport between, which is the world's
     sent    = send(*operands, run=run, **parameters)              one tensor, contiguous
     results = receive(moved, *operands, run=run, **parameters)    moved: what the transport brings
 
+Its results may lie in what was moved, beside each other: what is of one rank,
+an entry of their first axis, is contiguous, and between ranks there may be gaps.
+
 Beside rules, a table may have for an op
 
     takes   `takes(op, *avals) -> str | None`: why the backend cannot run the op on such operands; asked when compiling
