@@ -11,7 +11,7 @@ GPU and no NPU.  Importing this does not import triton.
 if __name__ != "mla_fx.backends.kernels":  # reached as a top-level name from the checkout
     raise ImportError(f"import this package as 'mla_fx.backends.kernels', not {__name__!r}")
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from mla_fx.backends.device import Run
 from mla_fx.backends.kernels import rules
-from mla_fx.backends.table import Collective, Table
+from mla_fx.backends.table import Collective, Rule, Table
 from mla_fx.effects import Op, ops
 
 
@@ -36,11 +36,11 @@ def with_kernels(table: Table, merges: Iterable[type[Op]] = ()) -> Table:
     """
     exchange, own = table.rules[ops.AllToAll], table.rules[ops.Combine]
     assert isinstance(exchange, Collective) and not isinstance(own, Collective)
-    merging = dict.fromkeys((ops.Combine, *merges), _but_in_float64(own))
+    merging: dict[type[Op], Rule | Collective] = dict.fromkeys((ops.Combine, *merges), _but_in_float64(own))
     return table.with_rules({ops.AllToAll: Collective(rules.send, exchange.receive), **merging})
 
 
-def _but_in_float64(own: Callable[..., Any]) -> Callable[..., Any]:
+def _but_in_float64(own: Rule) -> Rule:
     def combine(
         recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor, *, run: Run
     ) -> Any:

@@ -1,11 +1,9 @@
 """The two kernels around the exchange, in Triton: what is sent is laid out by one launch, and merged by one.
 
 Written in what Triton and triton-ascend 3.2 have in common: contiguous blocks,
-loops of constant length, masks that are one comparison, integers for bits.  Importing this needs the package
-`triton`, which either of them installs.
+loops of constant length, masks that are one comparison, integers for bits.
+Importing this needs the package `triton`, which either of them installs.
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def pack(
-    out: Any,
-    lse: Any,
-    outs: Any,
-    lses: Any,
-    pairs: Any,
-    stride: Any,
-    lse_stride: Any,
+    out: tl.tensor,
+    lse: tl.tensor,
+    outs: tl.tensor,
+    lses: tl.tensor,
+    pairs: tl.tensor,
+    stride: tl.tensor,
+    lse_stride: tl.tensor,
     RANKS: tl.constexpr,
     OWN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -47,14 +45,14 @@ def pack(
 
 @triton.jit
 def merge(
-    recv: Any,
-    recv_lse: Any,
-    local: Any,
-    local_lse: Any,
-    merged: Any,
-    rows: Any,
-    stride: Any,
-    lse_stride: Any,
+    recv: tl.tensor,
+    recv_lse: tl.tensor,
+    local: tl.tensor,
+    local_lse: tl.tensor,
+    merged: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    lse_stride: tl.tensor,
     RANKS: tl.constexpr,
     LATENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -75,19 +73,24 @@ def merge(
         place = first * LATENT + (tl.arange(0, ROWS)[:, None] * LATENT + feature[None, :])
         own = tl.load(local_lse + row, mask=here, other=0.0)
         most = tl.where(tl.abs(own) == infinity, -infinity, own)
-        for rank in range(RANKS):
-            x = tl.load(recv_lse + rank * lse_stride + row, mask=here, other=0.0)
+        theirs = recv_lse
+        for _ in range(RANKS):
+            x = tl.load(theirs + row, mask=here, other=0.0)
             most = tl.maximum(most, tl.where(tl.abs(x) == infinity, -infinity, x))
+            theirs += lse_stride
         most = tl.where(most == -infinity, 0.0, most)
         # A part that saw no key is selected away, since 0 * NaN is NaN.
         total = tl.where(tl.abs(own) == infinity, 0.0, tl.exp(own - most))
         part = tl.load(local + place, mask=inside).to(own.dtype)
         sums = total[:, None] * tl.where((tl.abs(own) == infinity)[:, None], 0.0, part)
-        for rank in range(RANKS):
-            x = tl.load(recv_lse + rank * lse_stride + row, mask=here, other=0.0)
+        parts, theirs = recv, recv_lse
+        for _ in range(RANKS):
+            x = tl.load(theirs + row, mask=here, other=0.0)
             weight = tl.where(tl.abs(x) == infinity, 0.0, tl.exp(x - most))
-            part = tl.load(recv + rank * stride + place, mask=inside).to(own.dtype)
+            part = tl.load(parts + place, mask=inside).to(own.dtype)
             sums += weight[:, None] * tl.where((tl.abs(x) == infinity)[:, None], 0.0, part)
             total += weight
+            parts += stride
+            theirs += lse_stride
         mean = sums / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(merged + place, mean.to(merged.dtype.element_ty), mask=inside)

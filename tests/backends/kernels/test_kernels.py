@@ -5,6 +5,9 @@ bf16 is held to a whole unit in the last place here, not to half of one.
 """
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from tests.backends.bare import Watch
 from tests.backends.kernels.interpreter import interpreted, why_not
 from tests.ops.conftest import bits
 from tests.setups import Setup
+from tests.test_imports import ROOT
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -237,6 +241,16 @@ class Noted:
 
     def __getitem__(self, grid):
         return lambda *arguments, **constants: self.launched.append((self.name, arguments))
+
+
+def test_the_compiler_of_triton_ascend_takes_them():
+    """Which the interpreter does not show: it runs any Python."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET")
+    command = [sys.executable, "-m", "tests.backends.kernels.lowered"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    kernels = ["pack i16", "pack i32", "merge bf16", "merge fp16", "merge fp32"]
+    assert done.stdout.splitlines() == [f"{kernel} True" for kernel in kernels], done.stderr[-2000:]
 
 
 # --- in a table -------------------------------------------------------------------------
