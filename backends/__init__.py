@@ -17,6 +17,7 @@ from mla_fx.backends.device import Run as Run
 from mla_fx.backends.device import device as device
 from mla_fx.backends.prepared import Prepared as Prepared
 from mla_fx.backends.table import Collective as Collective
+from mla_fx.backends.table import Fusion as Fusion
 from mla_fx.backends.table import MissingRuleError as MissingRuleError
 from mla_fx.backends.table import Rule as Rule
 from mla_fx.backends.table import Table as Table

@@ -17,13 +17,19 @@ class ContractError(TypeError):
     """A rule gave what no rule may give: names the result, what it must be, and what it was."""
 
 
-def check_results(launch: Launch, operands: Sequence[Any], results: Any, avals: Sequence[Aval]) -> None:
-    """Raise `ContractError` unless the results of a launch on one rank are those of a rule; `avals` are theirs."""
+def check_results(
+    launch: Launch, operands: Sequence[Any], results: Any, avals: Sequence[Aval], *, spent: bool = False
+) -> None:
+    """Raise `ContractError` unless the results of a launch on one rank are those of a rule; `avals` are theirs.
+
+    `spent`: nobody else ever sees the operands, and a result may lie in their memory.
+    """
     if not isinstance(results, tuple | list) or len(results) != len(avals):
         got = len(results) if isinstance(results, tuple | list) else type(results).__name__
         raise ContractError(f"a rule must give its {len(avals)} results as a tuple: got {got}")
     versions = {result: operands[position] for position, result in launch.op.written().items()}
     held = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, torch.Tensor) and x.numel()}
+    held = set() if spent else held
     for k, (name, result, aval) in enumerate(zip(launch.op.results, results, avals, strict=True)):
         if not isinstance(result, torch.Tensor) or result.dtype != DTYPES[aval.dtype] or result.shape != aval.shape:
             got = f"{result.dtype}{list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__

@@ -84,6 +84,11 @@ class Table:
             passes=(*self.passes, *(one.find for one in fusions)),
         )
 
+    def without_fusions(self, *fusions: "Fusion") -> "Table":
+        """With the passes of these left out; a step that has such an op already still runs."""
+        finds = [one.find for one in fusions]
+        return evolve(self, passes=tuple(one for one in self.passes if one not in finds))
+
 
 @frozen
 class Fusion:

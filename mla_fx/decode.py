@@ -30,6 +30,7 @@ class StepShape:
 
     `ranks` W, `tokens` T and `requests` B with padding, `blocks` C of `block_size` S in a rank's cache,
     `table_width` M, activation `dtype`; `replicate_query`: every rank projects all heads and nothing is gathered;
+    `round_angles`: rotary angles in `dtype` instead of float32, for operators that want them so (`ops.RopeAngles`);
     `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate, embedding and head.
     """
 
@@ -41,6 +42,7 @@ class StepShape:
     table_width: int = field(default=16, validator=integer(1))
     dtype: str = field(default="bf16", validator=one_of(*FLOATS))
     replicate_query: bool = field(default=False, validator=boolean)
+    round_angles: bool = field(default=False, validator=boolean)
     quantization: str | None = field(default=None, validator=one_of(None, *QUANTIZATIONS))
 
     @property
@@ -119,7 +121,7 @@ def attention_step(config: MlaConfig, shape: StepShape) -> Step:
     def attention(
         params: AttentionParams[Value], cache: Cache[Value], hidden: Value, batch: Batch[Value, Value]
     ) -> tuple[Value, Cache[Value]]:
-        angles = rope_angles(batch.positions, hidden, config=config)
+        angles = rope_angles(batch.positions, hidden, config=config, rounded=shape.round_angles)
         with scope("attention"):
             return mla_attention(hidden, params, cache, angles, batch, config=config, shape=shape)
 

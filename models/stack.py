@@ -78,7 +78,7 @@ def model_step(config: ModelConfig, shape: StepShape, *, rows: int | None = None
         rows: Value | None = None,
     ) -> Any:
         h = embed(tokens, params.embed_tokens, config=config, group=shape.tp)
-        angles = rope_angles(batch.positions, h, config=config.attention)
+        angles = rope_angles(batch.positions, h, config=config.attention, rounded=shape.round_angles)
         h, caches = decoder_stack(h, params.layers, cache, angles, batch, config=config, shape=shape)
         normed = rms_norm(h, params.norm, epsilon=config.attention.rms_norm_eps, name="normed")
         last = normed if rows is None else take_rows(normed, rows, name="last")
@@ -145,7 +145,7 @@ def mtp_step(config: ModelConfig, shape: StepShape, *, given: int, rows: int) ->
         # One product over the concatenation is the sum of a product over each half.
         halves = [linear(x, weight, name="half") for x, weight in zip((embedded, before), params.eh_proj, strict=True)]
         h = all_gather(add(*halves, name="part"), features=c.hidden_size, group=shape.tp, name="x")
-        angles = rope_angles(batch.positions, h, config=c)
+        angles = rope_angles(batch.positions, h, config=c, rounded=shape.round_angles)
         with scope(f"layers.{config.num_hidden_layers}"):
             h, cache = decoder_layer(h, params.layer, cache, angles, batch, config=config, shape=shape)
         normed = rms_norm(take_rows(h, rows, name="last"), params.norm, epsilon=c.rms_norm_eps, name="normed")

@@ -73,6 +73,7 @@ class Setup:
     interleave: int = 1
     table_width: int = 6
     replicate_query: bool = False
+    round_angles: bool = False
     quantization: str | None = None
     config: MlaConfig = CONFIG
 
@@ -87,6 +88,7 @@ class Setup:
             table_width=self.table_width,
             dtype=self.dtype,
             replicate_query=self.replicate_query,
+            round_angles=self.round_angles,
             quantization=self.quantization,
         )
 

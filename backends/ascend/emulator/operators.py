@@ -16,6 +16,8 @@ from mla_fx.backends.ascend.emulator import (
     pointwise,
     product,
     quant,
+    residual,
+    rotary,
     rows,
     swiglu_quant,
 )
@@ -29,6 +31,8 @@ def operators(release: Release) -> Mapping[str, Operator]:
         **pointwise.OPERATORS,
         **everyday.OPERATORS,
         **rows.OPERATORS,
+        **residual.OPERATORS,
+        **rotary.OPERATORS,
         **grouped.OPERATORS,
         **quant.OPERATORS,
         **finalize.OPERATORS,

@@ -1,13 +1,12 @@
 """What a layer gives the device of one rank to do, a rank in each process: counted on its trace, without a filter."""
 
-from collections import Counter
-
 import torch
 from attrs import frozen
 
 from mla_fx import MlaConfig, backends, orchestrations
 from mla_fx.backends.ascend.emulator import Traced
 from mla_fx.effects import schedule
+from tests.backends.ascend import before
 from tests.backends.ascend.ranks import start
 from tests.processes import Member
 from tests.setups import Setup
@@ -33,30 +32,36 @@ class Counts:
     collectives: int
 
 
-def traced(member: Member, *, given: Setup, fused: bool = True) -> list[Traced]:
-    """What one step gives the device of this rank; a first step has made constants and workspaces."""
+def counted(member: Member, *, given: Setup, how: str) -> Counts:
+    """Of one step of this rank; a first step has made constants and workspaces."""
+    return counts(traced(member, given=given, how=how))
+
+
+def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
+    """What the attention of a layer gives the device of this rank, from its first product on.
+
+    "fused" is as the backend lowers it, "apart" as it is described, "by hand" in the order and with the copies of
+    `tests.backends.ascend.before`.
+    """
     machine, group = start(member)
     backend = backends.get("ascend", ranks=member.ranks, group=group)
-    step = backend.lower(given.step) if fused else given.step
-    program = schedule(step, orchestrations.attention_aside)
+    program = schedule(backend.lower(given.step) if how == "fused" else given.step, orchestrations.attention_aside)
+    if how == "by hand":
+        backend = backend.with_rules(before.RULES)
+        program = schedule(before.step(given), before.exchange_aside, mode="conservative")
     run = backend.compile(program, backend.prepare(program, [given.params()[member.rank]]))
     own = [[argument[member.rank]] for argument in given.arguments()]
     run(*backend.put(own, copy=True))
     again = backend.put(own, copy=True)
     torch.npu.synchronize()
-    member.tell(f"rank {member.rank} is ready")
-    for rank in range(member.ranks):
-        member.hear(f"rank {rank} is ready")
     with machine.tracing() as trace:
         run(*again)
-    return trace
+    first = next(k for k, task in enumerate(trace) if task.name in ("aclnnMatmul", "aclnnGroupedMatmulV5"))
+    return trace[first:]
 
 
 def counts(trace: list[Traced]) -> Counts:
+    """Of a trace."""
     calls = [task for task in trace if task.kind == "operator"]
     collectives = sum(task.kind == "collective" for task in trace)
     return Counts(len(calls), sum(task.kernels for task in calls), collectives)
-
-
-def names(trace: list[Traced]) -> Counter[str]:
-    return Counter(task.name for task in trace if task.kind == "operator")

@@ -264,7 +264,7 @@ EXPERTS: Final = (
 _SINGLE = {"x": lambda: [there(6, 16)] * 2, "weight": lambda: [there(16, 24)] * 2}
 GROUPED: Final = (
     row("grouped", "bias: not emulated", bias=lambda: [there(2, 24)]),
-    row("grouped", "only act_type 0 and group_type 0 are emulated", act_type=1),
+    row("grouped", r"only act_type 0 with group_type -1 or 0 is emulated: got \(1, 0\)", act_type=1),
     row("grouped", "only single tensors are emulated", x=lambda: [there(6, 16)] * 2),
     row(
         "grouped",
@@ -339,44 +339,90 @@ QUANT: Final = (
     row("quant_matmul", r"scale must be \[1\] or \[24\]", scale=at(23, dtype=fp32)),
 )
 
-FINALIZE: Final = (
+_NARROW = {"cos": at(3, 1, 1, 64, dtype=fp16), "sin": at(3, 1, 1, 64, dtype=fp16)}
+APART: Final = (
+    row("grouped_apart", "split_item must be 0 or 1 for group_type -1: got 3", split_item=3),
     row(
-        "finalize", "expanded_x must be float16, bfloat16 or float32", expanded_permuted_rows=at(1, 6, 16, dtype=int32)
+        "grouped_apart",
+        "group_list must be left out for group_type -1",
+        x=lambda: [there(6, 16)],
+        group_list=at(2, dtype=int64),
     ),
-    row("finalize", "expanded_row_idx must be int32: got torch.int64", expanded_src_to_dst_row=at(6, dtype=int64)),
-    row("finalize", "bias and expert_idx are not emulated", export_for_source_row=at(3, 2, dtype=int32)),
-    row("finalize", r"drop_pad_mode must be in 0\.\.3: got 4", drop_pad_mode=4),
-    row("finalize", "expanded_row_idx must have 1 axis: got 2", expanded_src_to_dst_row=at(3, 2, dtype=int32)),
-    row("finalize", "expanded_x must have 3 axes with drop_pad_mode 3: got 2", expanded_permuted_rows=at(6, 16)),
-    row("finalize", "expanded_x must have 2 axes with drop_pad_mode 2: got 3", drop_pad_mode=2),
-    row("finalize", "scales beside torch.float16: got torch.float32", expanded_permuted_rows=at(1, 6, 16, dtype=fp16)),
-    row("finalize", "scales must have 2 axes: got 1", scales=at(3, dtype=fp32)),
-    row("finalize", "k must be that of scales, 2: got 3", k=3),
-    row("finalize", "K must not be 0", scales=at(3, 0, dtype=fp32)),
-    row("finalize", "x1 must be torch.bfloat16: got torch.float32", skip1=at(3, 16, dtype=fp32)),
-    row("finalize", r"x1 must be \[3, 16\]: got \[2, 16\]", skip1=at(2, 16)),
-    row("finalize", "x2 needs x1", skip2=at(3, 16)),
-    row("finalize", r"out must be \[4, 16\]: got \[3, 16\]", expanded_src_to_dst_row=at(8, dtype=int32)),
+    row("grouped_apart", "only products of floats are emulated in group_type -1", scale=lambda: [there(24)] * 2),
+    row(
+        "grouped_apart",
+        r"lists must have one length, 1 to 128: got \(129, 129, 129\)",
+        x=lambda: [there(1, 1)] * 129,
+        weight=lambda: [there(1, 1)] * 129,
+    ),
+    row(
+        "grouped_apart",
+        "x must be float16, bfloat16 or float32: got torch.int8",
+        x=lambda: [there(6, 16, dtype=int8)] * 2,
+    ),
+    row("grouped_apart", "dtypes must be equal: got torch.float16", weight=lambda: [there(16, 24, dtype=fp16)] * 2),
+    row("grouped_apart", "only 2 axes are emulated: got 3 and 2", x=lambda: [there(2, 3, 16)] * 2),
+    row("grouped_apart", "K must be 16: got 8", weight=lambda: [there(16, 24), there(8, 24)]),
+    row("grouped_apart", "x must be contiguous: got strides", x=lambda: [turned(6, 16)()] * 2),
+    row(
+        "grouped_apart",
+        "inner axes must be below 65536",
+        x=lambda: [there(1, 65536)] * 2,
+        weight=lambda: [there(65536, 1)] * 2,
+    ),
+    row(
+        "grouped_apart",
+        "weight must be contiguous, or transposed, all alike",
+        weight=lambda: [there(16, 24), there(8, 16).t()],
+    ),
 )
 
-SWIGLU_QUANT: Final = (
-    row("swiglu_quant", "only x int32 .* is emulated: got torch.bfloat16", x=at(6, 128)),
-    row("swiglu_quant", "bias, quant_scale and quant_offset are not emulated", quant_scale=at(2, 64, dtype=fp32)),
-    row("swiglu_quant", "quant_mode: only dynamic is emulated: got static", quant_mode=0),
-    row("swiglu_quant", "swiglu_mode: only 0 is emulated: got 2", swiglu_mode=2),
-    row("swiglu_quant", "without group_index: not emulated", group_index=None),
-    row("swiglu_quant", "without weight_scale: not emulated", weight_scale=None),
-    row("swiglu_quant", "activation_scale is needed for int32", activation_scale=None),
-    row("swiglu_quant", r"group_index must be int64 \[groups\]: got torch.int32", group_index=at(2, dtype=int32)),
-    row("swiglu_quant", "weight_scale must be float32: got torch.bfloat16", weight_scale=at(2, 128)),
-    row("swiglu_quant", r"weight_scale must be \[2, 128\]: got \[3, 128\]", weight_scale=at(3, 128, dtype=fp32)),
-    row("swiglu_quant", "activation_scale must be float32: got torch.bfloat16", activation_scale=at(6)),
-    row("swiglu_quant", "activation_scale must have 6 numbers: got 5", activation_scale=at(5, dtype=fp32)),
+RESIDUAL: Final = (
+    row("add_rms_norm", "x1 must be float16, bfloat16 or float32: got torch.int32", x1=at(3, 16, dtype=int32)),
+    row("add_rms_norm", "x2 and gamma must be torch.bfloat16: got torch.float16", x2=at(3, 16, dtype=fp16)),
+    row("add_rms_norm", r"x2 must be \[3, 16\]: got \[1, 16\]", x2=at(1, 16)),
+    row("add_rms_norm", r"gamma must be \[16\]: got \[8\]", gamma=at(8)),
+)
+
+ROTARY: Final = (
+    row("rotary", "rotate is not emulated", rotate=at(64, 64)),
+    row("rotary", "x must be float16, bfloat16 or float32: got torch.int32", input=at(1, 3, 4, 64, dtype=int32)),
+    row("rotary", "x and cos must have 4 axes: got 3 and 4", input=at(3, 4, 64)),
+    row("rotary", r"sin must be \[1, 3, 1, 64\]: got \[1, 1, 1, 64\]", r2=at(1, 1, 1, 64)),
     row(
-        "swiglu_quant",
-        "H must be a multiple of 64 up to 10496 in groups: got 32",
-        x=at(6, 64, dtype=int32),
-        weight_scale=at(2, 64, dtype=fp32),
+        "rotary",
+        "D must be the same everywhere, even and below 896: got 896 and 896",
+        input=at(1, 3, 4, 896),
+        r1=at(1, 3, 1, 896),
+        r2=at(1, 3, 1, 896),
+    ),
+    row("rotary", r"cos must be 1 or \[1, 2, 4, 64\]: got \[1, 3, 1, 64\]", input=at(1, 2, 4, 64)),
+    row(
+        "rotary_interleave",
+        r"cos of this mode must be broadcast over heads: got \[2, 3, 1, 64\]",
+        input=at(2, 3, 4, 64),
+        r1=at(2, 3, 1, 64),
+        r2=at(2, 3, 1, 64),
+    ),
+    row("rotary", "B and N must be below 1000: got", input=at(1, 3, 1000, 64)),
+    row("rotary_interleave", r"B \* N must be below 1000: got", input=at(1, 3, 1000, 64)),
+    row("interleave_rope", "x must be float16 or bfloat16: got torch.float32", x=at(3, 4, 1, 64, dtype=fp32)),
+    row("interleave_rope", "cos and sin must be torch.bfloat16: got torch.float16", **_NARROW),
+    row("interleave_rope", r"x must be \[B, N, S, 64\]: got \[3, 4, 1, 32\]", x=at(3, 4, 1, 32)),
+    row("interleave_rope", r"cos must be .*: got \[1, 1, 1, 64\]", cos=at(1, 1, 1, 64)),
+    row("interleave_rope", "x, cos and sin must be contiguous", x=turned(3, 4, 1, 64)),
+    row("kv_cache", "scales and offsets are not emulated", c_kv_scale=at(512, dtype=fp32)),
+    row("kv_cache", "cache_mode: only PA and PA_BNSD are emulated: got PA_NZ", cache_mode="PA_NZ"),
+    row("kv_cache", "kv must be float16 or bfloat16: got torch.float32", kv=at(2, 1, 1, 576, dtype=fp32)),
+    row("kv_cache", "cos must be torch.bfloat16: got torch.float32", cos=at(2, 1, 1, 64, dtype=fp32)),
+    row("kv_cache", "kv, gamma, .* must be contiguous", ckv_cache=turned(3, 16, 1, 512)),
+    row("kv_cache", "index must be int64: got torch.int32", index=at(2, dtype=int32)),
+    row("kv_cache", r"gamma must be \[512\]: got \[256\]", gamma=at(256)),
+    row(
+        "kv_cache",
+        "block_size must fill 32 bytes: got 8 of torch.bfloat16",
+        k_cache=at(3, 8, 1, 64),
+        ckv_cache=at(3, 8, 1, 512),
     ),
 )
 
@@ -388,7 +434,8 @@ TABLE: Final[Mapping[str, tuple[Row, ...]]] = {
     "rows": ROWS,
     "experts": EXPERTS,
     "grouped": GROUPED,
+    "grouped_apart": APART,
+    "residual": RESIDUAL,
+    "rotary": ROTARY,
     "quant": QUANT,
-    "finalize": FINALIZE,
-    "swiglu_quant": SWIGLU_QUANT,
 }
