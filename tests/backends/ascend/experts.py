@@ -85,6 +85,19 @@ class Experts:
         return Run(self, backend, step or self.step)()
 
 
+def permuted_back(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor, *, run: Any) -> tuple[torch.Tensor]:
+    """A rule of `ops.UnpermuteTokens` by `npu_moe_token_unpermute`, which wants a permutation of all rows.
+
+    Pairs of other ranks take the rows that no pair of this one has, with weight 0, and these must be zeros, not NaN.
+    """
+    pairs, elsewhere = source.numel(), source < 0
+    behind = elsewhere.reshape(-1).to(torch.int32).cumsum(0, dtype=torch.int32)
+    index = torch.where(elsewhere.reshape(-1), pairs - behind, source.reshape(-1))
+    from_the_end = torch.arange(pairs, 0, -1, dtype=torch.int32, device=rows.device)
+    rows = rows.masked_fill((from_the_end <= behind[-1:]).unsqueeze(1), 0)
+    return (torch.ops.npu.npu_moe_token_unpermute(rows, index, weights.masked_fill(elsewhere, 0)),)
+
+
 class Run:
     """A step of experts compiled once, to be run again and again."""
 
