@@ -15,14 +15,15 @@ Sources: op-plugin and ops-transformer, `moe_finalize_routing_v2`.
 
 `npu_dequant_swiglu_quant` takes the integer sums of the first product, with the
 scales of the weight by group and of the token, and gives 8 bits and a scale for
-the second.  In groups it wants a width that is a multiple of 64, up to 10496.
-Source: op-plugin, `npu_dequant_swiglu_quant`.
+the second.  In groups it takes gate and up of a multiple of 64 and at most 7232
+features together: the least of what its pages and its tiling say.
+Source: op-plugin and ops-nn, `dequant_swiglu_quant`.
 """
 
 import torch
 
-#: The most experts that routing tells apart; the most pairs a token and the widest activation that are quantised.
-EXPERTS, WIDEST = 10240, 10496
+#: The most experts that routing tells apart; the most features of gate and up that go through the activation.
+EXPERTS, WIDEST = 10240, 7232
 _MULTIPLE = 64
 _DROP_PAD_BY_ROWS = 3
 
@@ -74,9 +75,9 @@ def finalise(
 
 
 def fits(width: int) -> bool:
-    """Whether `swiglu_quantised` takes an activation of that width.
+    """Whether `swiglu_quantised` takes gate and up of so many features together.
 
-    >>> [fits(width) for width in (64, 2048, 10496, 100, 10560)]
+    >>> [fits(width) for width in (64, 4096, 7232, 96, 7296)]
     [True, True, True, False, False]
     """
     return width % _MULTIPLE == 0 and 0 < width <= WIDEST

@@ -70,8 +70,8 @@ def takes(op: QuantExperts, x: Aval, experts: Aval, gate_up: Aval, scale: Aval, 
     """bf16, experts and features that the operators take."""
     if x.dtype != "bf16":
         return f"x: 8-bit experts in one launch on ascend must be bf16: got {x.dtype}"
-    if not fits(down.shape[2]):
-        return f"F: an 8-bit activation on ascend needs a multiple of 64 up to {WIDEST}: got {down.shape[2]}"
+    if not fits(gate_up.shape[1]):
+        return f"E: an 8-bit activation on ascend needs a multiple of 64 up to {WIDEST}: got {gate_up.shape[1]}"
     return call.takes(gate_up) or call.takes(down) or routes(ops.PermuteTokens(op.own, op.group), x, experts)
 
 

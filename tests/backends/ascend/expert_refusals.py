@@ -41,9 +41,9 @@ SWIGLU_QUANT: Final = (
     row("swiglu_quant", "activation_scale must have 6 numbers: got 5", activation_scale=at(5, dtype=fp32)),
     row(
         "swiglu_quant",
-        "H must be a multiple of 64 up to 10496 in groups: got 32",
-        x=at(6, 64, dtype=int32),
-        weight_scale=at(2, 64, dtype=fp32),
+        "2 H must be a multiple of 64 up to 7232 in groups: got 96",
+        x=at(6, 96, dtype=int32),
+        weight_scale=at(2, 96, dtype=fp32),
     ),
 )
 
