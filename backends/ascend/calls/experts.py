@@ -84,11 +84,12 @@ def fits(width: int) -> bool:
 
 
 def swiglu_quantised(
-    sums: torch.Tensor, scale: torch.Tensor, steps: torch.Tensor, counts: torch.Tensor
+    sums: torch.Tensor, scale: torch.Tensor, steps: torch.Tensor, counts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The activation of `sums` int32 [Z, 2 F], gate first, in 8 bits and its steps: int8 [Z, F], float32 [Z].
 
-    `scale` float32 [Y, 2 F] of the weight, `steps` float32 [Z] of the rows, `counts` int64 [Y].  In float32 between.
+    `scale` float32 [Y, 2 F] of the weight, `steps` float32 [Z] of the rows, `counts` int64 [Y]; without counts `scale`
+    is [2 F], for all rows.  In float32 between.
     """
     act, of_act = torch.ops.npu.npu_dequant_swiglu_quant(
         sums, weight_scale=scale, activation_scale=steps, group_index=counts, activate_left=True, quant_mode=1

@@ -31,7 +31,7 @@ SWIGLU_QUANT: Final = (
     row("swiglu_quant", "bias, quant_scale and quant_offset are not emulated", quant_scale=at(2, 64, dtype=fp32)),
     row("swiglu_quant", "quant_mode: only dynamic is emulated: got static", quant_mode=0),
     row("swiglu_quant", "swiglu_mode: only 0 is emulated: got 2", swiglu_mode=2),
-    row("swiglu_quant", "without group_index: not emulated", group_index=None),
+    row("swiglu_quant", r"weight_scale must be \[128\]: got \[2, 128\]", group_index=None),
     row("swiglu_quant", "without weight_scale: not emulated", weight_scale=None),
     row("swiglu_quant", "activation_scale is needed for int32", activation_scale=None),
     row("swiglu_quant", r"group_index must be int64 \[groups\]: got torch.int32", group_index=at(2, dtype=int32)),
@@ -41,9 +41,15 @@ SWIGLU_QUANT: Final = (
     row("swiglu_quant", "activation_scale must have 6 numbers: got 5", activation_scale=at(5, dtype=fp32)),
     row(
         "swiglu_quant",
-        "2 H must be a multiple of 64 up to 7232 in groups: got 96",
+        "2 H must be a multiple of 64: got 96",
         x=at(6, 96, dtype=int32),
         weight_scale=at(2, 96, dtype=fp32),
+    ),
+    row(
+        "swiglu_quant",
+        "2 H must be at most 7232 in groups: got 7296",
+        x=at(6, 7296, dtype=int32),
+        weight_scale=at(2, 7296, dtype=fp32),
     ),
 )
 

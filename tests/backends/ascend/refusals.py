@@ -334,7 +334,8 @@ QUANT: Final = (
     row("quant_matmul", "y_scale, offset and bias are not emulated", bias=at(24, dtype=int32)),
     row("quant_matmul", "without a scale for each token: not emulated", pertoken_scale=None),
     row("quant_matmul", r"pertoken_scale must be float32 \[3\]", pertoken_scale=at(3)),
-    row("quant_matmul", "out must be float16 or bfloat16", output_dtype=int32),
+    row("quant_matmul", "pertoken_scale is for results that are no sums", output_dtype=int32),
+    row("quant_matmul", "out must be float16, bfloat16 or int32", output_dtype=int8),
     row("quant_matmul", "scale beside torch.float16: got torch.bfloat16", output_dtype=fp16, scale=at(24)),
     row("quant_matmul", r"scale must be \[1\] or \[24\]", scale=at(23, dtype=fp32)),
 )

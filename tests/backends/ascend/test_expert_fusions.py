@@ -5,14 +5,15 @@ import torch
 from attrs import evolve
 
 from mla_fx import backends, orchestrations
-from mla_fx.backends.ascend.fused import quant_experts, unpermute_add
+from mla_fx.backends.ascend.fused import quant_experts, quant_mlp, unpermute_add
 from mla_fx.backends.ascend.fused.quant_experts import QuantExperts
+from mla_fx.backends.ascend.fused.quant_mlp import QuantMlp
 from mla_fx.backends.ascend.fused.unpermute_add import UnpermuteAdd
 from mla_fx.effects import Aval, Group, Step, bind, check, ops, schedule, trace
 from tests.backends.ascend.conftest import ask, close, given_to, on_device, random, refused
 from tests.backends.ascend.experts import Experts
 from tests.backends.ascend.steps import equal
-from tests.backends.ascend.test_rules import each_dtype, right
+from tests.backends.ascend.test_rules import each_dtype, right, sixteen_bits
 
 EIGHT = Experts(quantization="w8a8", shared=1)
 GIVEN = {"bf16": Experts(shared=1), "W8A8": EIGHT}
@@ -26,7 +27,7 @@ def names(step: Step) -> list[str]:
 def lowered(given: Experts) -> Step:
     """As the ascend backend's own passes have it."""
     step = given.step
-    for fusion in (quant_experts.FUSION, unpermute_add.FUSION):
+    for fusion in (quant_experts.FUSION, quant_mlp.FUSION, unpermute_add.FUSION):
         step = fusion.find(step)
     return step
 
@@ -39,14 +40,13 @@ def test_what_is_found():
     shared = ["linear", "swiglu", "linear"]
     apart = ["permute_tokens", "grouped_linear", "swiglu", "grouped_linear"]
     assert names(lowered(GIVEN["bf16"])) == [*routed, *apart, *shared, "unpermute_add"]
-    shared = [name.replace("linear", "quant_linear") for name in shared]
-    assert names(lowered(EIGHT)) == [*routed, "quant_experts", *shared, "unpermute_add"]
+    assert names(lowered(EIGHT)) == [*routed, "quant_experts", "quant_mlp", "unpermute_add"]
     alone = evolve(EIGHT, shared=0)
     assert names(lowered(alone)) == [*routed, "quant_experts", "unpermute_tokens"]
     for given in (*GIVEN.values(), alone):
         step = lowered(given)
         assert (step.inputs, step.outputs) == (given.step.inputs, given.step.outputs)
-        assert quant_experts.find(step) == step == unpermute_add.find(step)
+        assert quant_experts.find(step) == quant_mlp.find(step) == unpermute_add.find(step) == step
         check(schedule(step, orchestrations.serial))
 
 
@@ -60,6 +60,7 @@ def test_the_backend_applies_them(given):
 def test_what_the_operators_do_not_take_stays_apart(changed):
     given = evolve(EIGHT, **changed)
     assert quant_experts.find(given.step) == given.step
+    assert (quant_mlp.find(given.step) == given.step) == (changed != {"dtype": "fp16"})
 
 
 SIZES = {
@@ -115,6 +116,29 @@ def test_a_chain_whose_parts_are_needed_stays_apart(twist):
     assert quant_experts.find(step) == step
 
 
+def network(twist: str = "") -> Step:
+    def mlp(x, gate_up, steps, down, scale):
+        (wide,) = bind(ops.QuantLinear(), x, gate_up, steps)
+        (act,) = bind(ops.Swiglu(), wide)
+        if twist == "another activation":
+            (act,) = bind(ops.Add(), act, act)
+        seen = {"the sums": wide, "the activation": act}
+        return (*bind(ops.QuantLinear(), act, down, scale), *([seen[twist]] if twist in seen else []))
+
+    weights = {name: Aval(SIZES[name].shape[1:], SIZES[name].dtype) for name in ("gate_up", "steps", "down", "scale")}
+    return trace(mlp, "mlp", x=SIZES["x"], **weights)
+
+
+def test_a_network_is_one():
+    assert names(quant_mlp.find(network())) == ["quant_mlp"]
+
+
+@pytest.mark.parametrize("twist", ["another activation", "the sums", "the activation"])
+def test_a_network_whose_parts_are_needed_stays_apart(twist):
+    step = network(twist)
+    assert quant_mlp.find(step) == step
+
+
 def sums(twist: str = "") -> Step:
     def add(rows, source, weights, other):
         (out,) = bind(ops.UnpermuteTokens(), rows, source, weights)
@@ -148,7 +172,7 @@ def test_other_backends_run_them_by_their_definitions(name, given):
     expected = given.run(backends.get(name, ranks=2))
     for seed in (None, *range(4)):
         backend = backends.get(name, ranks=2, adversary=seed)
-        assert not {QuantExperts, UnpermuteAdd} & backend.table.rules.keys()
+        assert not {QuantExperts, QuantMlp, UnpermuteAdd} & backend.table.rules.keys()
         assert equal(given.run(backend, lowered(given)), expected), f"seed {seed}"
 
 
@@ -189,6 +213,22 @@ def test_rows_of_other_ranks_are_nobodys(rng, emulator, counts):
     (want,) = right(ops.QuantGroupedLinear(), *right(ops.Swiglu(), want), down, scale.bfloat16().float(), numbers)
     difference = (rows[:mine].double() - want[:mine]).abs()
     assert not mine or difference.max() <= 2**-7 * want[:mine].abs().max()
+
+
+@sixteen_bits
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_a_network(rng, emulator, dtype, tokens):
+    """Its numbers are exact up to the steps of the activation, which are finer than those of two roundings more."""
+    given = [torch.as_tensor(rng.integers(-127, 128, shape)).to(torch.int8) for shape in ((128, 16), (24, 64))]
+    scales = [torch.as_tensor(rng.uniform(0.5, 2, size)).float() / 500 for size in (128, 24)]
+    x = random(rng, tokens, 16, dtype=dtype)
+    x[1:2] = 0
+    operands = x, given[0], scales[0], given[1], scales[1]
+    (got,) = on_device(QuantMlp(), *operands)
+    (wide,) = right(ops.QuantLinear(), x, given[0], scales[0])
+    (want,) = right(ops.QuantLinear(), *right(ops.Swiglu(), wide), given[1], scales[1])
+    assert (got.dtype, got.shape) == (dtype, want.shape) and not got[1:2].any()
+    assert not tokens or (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
 
 
 @each_dtype
@@ -243,6 +283,22 @@ _DTYPES = {
 )
 def test_what_is_refused(emulator, changed, message):
     assert refused(QuantExperts(4, Group("ep", 1)), *eight(**changed)) == f"quant_experts: {message}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": Aval((3, 8), "fp32")}, "x: an 8-bit network in one launch on ascend must be bf16 or fp16: got fp32"),
+        (
+            {"gate_up": Aval((4, 96, 8), "int8"), "steps": Aval((4, 96), "fp32"), "down": Aval((4, 8, 48), "int8")},
+            "E: an 8-bit activation on ascend needs a multiple of 64 up to 7232: got 96",
+        ),
+    ],
+    ids=["dtype", "width"],
+)
+def test_a_network_that_is_refused(emulator, changed, message):
+    x, _, *weights = eight(**changed)
+    assert refused(QuantMlp(), x, *(weight[0] for weight in weights)) == f"quant_mlp: {message}"
 
 
 def test_nothing_waits(emulator):

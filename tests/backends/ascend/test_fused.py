@@ -34,7 +34,7 @@ def ops_of(step: Step) -> set[type]:
 
 
 def test_every_fusion_is_found_in_some_step():
-    steps = [*(setup("bf16", **sizes) for sizes in STEPS.values()), Experts(quantization="w8a8")]
+    steps = [*(setup("bf16", **sizes) for sizes in STEPS.values()), Experts(quantization="w8a8", shared=1)]
     found = set().union(*(ops_of(lowered(given)) for given in steps))
     assert {fusion.op for fusion in fused.ALL} <= found
 

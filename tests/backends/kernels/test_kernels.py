@@ -186,6 +186,16 @@ def test_lse_of_any_size(generator, lse):
     parts.verify()
 
 
+@pytest.mark.parametrize("high", [0, 1, 2], ids=["first", "last", "local"])
+def test_lses_far_apart(generator, high):
+    """Only one part counts, wherever it is; the weights are taken from the largest LSE, or they would overflow."""
+    parts = Parts(generator, (2, 2, 3, 4), torch.float32)
+    lses = [*parts.recv_lse, parts.local_lse]
+    for k, lse in enumerate(lses):
+        lse += 400 if k == high else -400
+    assert torch.equal(parts.verify(), [*parts.recv, parts.local][high])
+
+
 # --- both -------------------------------------------------------------------------------
 
 
