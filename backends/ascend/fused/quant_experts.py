@@ -10,7 +10,9 @@ the activation in 8 bits, in float32 on the way.  The scales of the first weight
 stay float32.  Those of the second are bf16, as the operator wants them beside
 bf16, brought into it once, when the parameters are prepared.
 
-Found for bf16, and widths that `npu_dequant_swiglu_quant` takes.
+Found for bf16, and widths that `npu_dequant_swiglu_quant` takes.  One operator
+less would be `npu_grouped_matmul_swiglu_quant`, which takes weights in the NZ
+format only, and cumulative counts, which the routing of CANN 8.5 does not give.
 """
 
 from collections.abc import Mapping
