@@ -96,7 +96,8 @@ class Operand:
     """What an op says of an operand: its axes, and its kind.
 
     The kind is "float" for the one floating dtype of the op, "wide" for what stays wide beside it (`wide_dtype`),
-    "either" for one of these two, a dtype of integers, or "host": a tuple of Python integers, which operators take at launch.
+    "either" for one of these two, a dtype of integers, or "host": a tuple of Python integers, which operators take at
+    launch.
     """
 
     axes: tuple[str, ...]
@@ -163,9 +164,7 @@ def _dtype(op: str, named: list[tuple[str, Operand, Aval]]) -> str:
     for name, wanted, aval in named:
         if wanted.kind == "either" and aval.dtype in (dtype, wide_dtype(dtype)):
             continue
-        kind = {"float": dtype, "wide": dtype and wide_dtype(dtype), "host": "int64"}.get(
-            wanted.kind, wanted.kind
-        )
+        kind = {"float": dtype, "wide": dtype and wide_dtype(dtype), "host": "int64"}.get(wanted.kind, wanted.kind)
         if aval.dtype != kind:
             rule = {
                 "float": f"have the dtype of {first}, {kind}",

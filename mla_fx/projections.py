@@ -46,9 +46,7 @@ def absorb_query(q: Value, w_uk: Value, *, rope: int) -> Value:
     return bind(ops.AbsorbQuery(rope), q, w_uk)[0]
 
 
-def rope_angles(
-    positions: Value, like: Value, *, config: MlaConfig, rounded: bool = False
-) -> tuple[Value, Value]:
+def rope_angles(positions: Value, like: Value, *, config: MlaConfig, rounded: bool = False) -> tuple[Value, Value]:
     """`positions` int64 [T] -> cosine and sine [T, R], fp32 (fp64 when `like` is), or `rounded` to the dtype of `like`.
 
     See `ops.RopeAngles`.

@@ -27,7 +27,7 @@ def rule(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, run: Run, hea
         out: torch.Tensor = torch.ops.npu.npu_interleave_rope(pairs.contiguous().unsqueeze(2), *angles)
         return (out.view(shape),)
     apart = x.new_empty((tokens, count, 2, features // 2), dtype=torch.float32)
-    apart.copy_(pairs.unflatten(-1, (features // 2, 2)).transpose(-1, -2))
+    apart.copy_(pairs.view(tokens, count, features // 2, 2).transpose(-1, -2))
     angles = [part.to(torch.float32).contiguous().view(1, tokens, 1, features) for part in (cos, sin)]
     out = torch.ops.npu.npu_rotary_mul(apart.view(1, tokens, count, features), *angles)
     return (out.view(shape).to(x.dtype),)

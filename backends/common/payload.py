@@ -18,7 +18,10 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def pack(out: torch.Tensor, lse: torch.Tensor, *, ranks: int) -> torch.Tensor:
-    """Split heads over `ranks`: `out` [T, H, L], `lse` [T, H] float32 (float64 beside float64) -> [W, E], contiguous."""
+    """Split heads over `ranks`, and put a rank's LSEs behind its outputs.
+
+    `out` [T, H, L], `lse` [T, H] float32 (float64 beside float64) -> [W, E], contiguous.
+    """
     tokens, heads, latent = out.shape
     own, bits = heads // ranks, _BITS[lse.dtype]
     payload = room(out, ranks=ranks)

@@ -5,12 +5,13 @@
     cos[t, i] = m * cos(position[t] * f[i]),  sin[t, i] = m * sin(position[t] * f[i])
     cos[t, R / 2 + i] = cos[t, i],            sin[t, R / 2 + i] = sin[t, i]
 
-Each stands there twice, as operators want it and Hugging Face has it.  The frequencies are parameters, computed by `mla_fx.rope.frequencies`; `m` is
-the ratio of the two YaRN mscales, 1 for DeepSeek-V3.  Positions are in
-0..4194303, twice 11 bits, so that a device without float64 may look an angle up
-in two tables.  They are wide, or rounded to the dtype of the activations, as
-Hugging Face, vLLM and the fused operators of Ascend have them: of a rotated
-feature that is one rounding more.  Sources: RoFormer, YaRN.
+Each stands there twice, as operators want it and Hugging Face has it.  The
+frequencies are parameters, computed by `mla_fx.rope.frequencies`; `m` is the
+ratio of the two YaRN mscales, 1 for DeepSeek-V3.  Positions are in 0..4194303,
+twice 11 bits, so that a device without float64 may look an angle up in two
+tables.  Angles are wide, or rounded to the dtype of the activations, as Hugging
+Face, vLLM and the fused operators of Ascend have them: for a rotated feature
+that is a rounding more.  Sources: RoFormer, YaRN.
 """
 
 from collections.abc import Mapping

@@ -136,9 +136,7 @@ def _call(
     npu.npu_fused_infer_attention_score_v2.out(*tensors, **named, workspace=room, out=[out, lse.unsqueeze(-1)])
 
 
-def _blind(
-    lengths: Sequence[int], keys: Sequence[int], tokens: int, padding: float
-) -> list[tuple[int, int, float]]:
+def _blind(lengths: Sequence[int], keys: Sequence[int], tokens: int, padding: float) -> list[tuple[int, int, float]]:
     """Runs of rows that see no key, [start, end), and their LSE: of requests without keys, and behind all requests."""
     runs: list[tuple[int, int, float]] = []
     end = 0

@@ -20,7 +20,9 @@ def check(given: Mapping[str, Any]) -> None:
     xs, weights, outs = given["x"], given["weight"], given["out"]
     require(given["split_item"] in (0, 1), f"split_item must be 0 or 1 for group_type -1: got {given['split_item']}")
     require(given["group_list"] is None, "group_list must be left out for group_type -1")
-    require(not given["scale"] and not given["per_token_scale"], "only products of floats are emulated in group_type -1")
+    require(
+        not given["scale"] and not given["per_token_scale"], "only products of floats are emulated in group_type -1"
+    )
     counts = (len(xs), len(weights), len(outs))
     require(1 <= len(xs) <= _LISTS and len(set(counts)) == 1, f"lists must have one length, 1 to 128: got {counts}")
     for x, weight, out in zip(xs, weights, outs, strict=True):

@@ -9,6 +9,7 @@ the norms and rotations behind them copy.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import ClassVar, Final
 
 import torch
@@ -50,9 +51,7 @@ def takes(op: LinearPair, x: Aval, first: Aval, second: Aval) -> str | None:
     return None
 
 
-def rule(
-    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, run: Run
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rule(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights as transposed views, `x` for each."""
     if not x.shape[0]:
         return x.new_empty((0, first.shape[0])), x.new_empty((0, second.shape[0]))
@@ -90,7 +89,7 @@ def find(step: Step) -> Step:
             order.append(equation)
         if equation.results in after:
             order.append(after[equation.results])
-    before = {equation.results: first for first, equation in zip(order, order[1:], strict=False)}
+    before = {equation.results: first for first, equation in pairwise(order)}
 
     def match(step: Step, equation: Equation) -> Found | None:
         if equation.results not in moved:

@@ -40,13 +40,13 @@ def counted(member: Member, *, given: Setup, how: str) -> Counts:
 def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
     """What the attention of a layer gives the device of this rank, from its first product on.
 
-    "fused" is as the backend lowers it, "apart" as it is described, "by hand" in the order and with the copies of
+    "fused" is as the backend lowers it, "apart" as it is described, "before" in the order and with the copies of
     `tests.backends.ascend.before`.
     """
     machine, group = start(member)
     backend = backends.get("ascend", ranks=member.ranks, group=group)
     program = schedule(backend.lower(given.step) if how == "fused" else given.step, orchestrations.attention_aside)
-    if how == "by hand":
+    if how == "before":
         backend = backend.with_rules(before.RULES)
         program = schedule(before.step(given), before.exchange_aside, mode="conservative")
     run = backend.compile(program, backend.prepare(program, [given.params()[member.rank]]))

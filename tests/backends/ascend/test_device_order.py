@@ -108,7 +108,8 @@ def test_exchange_moves_bits(emulator, ranks):
     moved = [task for task in trace if task.name == STACK]
     assert len(moved) == 2 * ranks
     own = 8 // ranks
-    for task, shape in zip(moved, [(3, own, 576)] * ranks + [(3 * own * 514,)] * ranks, strict=True):  # queries, payloads
+    queries, payloads = [(3, own, 576)] * ranks, [(3 * own * 514,)] * ranks
+    for task, shape in zip(moved, queries + payloads, strict=True):
         assert {str(dtype) for dtype, _ in (*task.operands, *task.results)} == {"torch.int16"}
         assert len(task.operands) == ranks and task.results[0][1] == (ranks, *shape)
 

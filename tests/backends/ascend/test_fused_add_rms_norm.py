@@ -32,7 +32,8 @@ def test_it_is_found():
     step = add_rms_norm.find(residual(""))
     assert [type(e.op) for e in step.equations] == [AddRmsNorm] and step.outputs == ("h", "normed")
     given = Setup(layers=3)
-    sums = [sum(isinstance(e.op, ops.Add) for e in one.equations) for one in (given.step, add_rms_norm.find(given.step))]
+    steps = (given.step, add_rms_norm.find(given.step))
+    sums = [sum(isinstance(e.op, ops.Add) for e in one.equations) for one in steps]
     # of every layer the one before its feed-forward, and the one behind it, whose norm is the next layer's or the last
     assert kinds(given.step).count(AddRmsNorm) == 6 and sums[0] - sums[1] == 6
 

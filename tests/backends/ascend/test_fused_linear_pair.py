@@ -37,7 +37,8 @@ def two(how: str):
         (c,) = bind(ops.Linear(), x, second, names=("c",))
         return a, b, c, *((x,) if how == "the input is written between" else ())
 
-    shapes = {"first": WEIGHT, "second": WEIGHT, "third": Aval((8, 24 if how == "a product of the first" else 16), "fp32")}
+    third = Aval((8, 24 if how == "a product of the first" else 16), "fp32")
+    shapes = {"first": WEIGHT, "second": WEIGHT, "third": third}
     weights = {name: parameters(aval) for name, aval in shapes.items()}
     return trace(products, "two", x=X, y=X, **weights, made=WEIGHT)
 
@@ -71,8 +72,8 @@ def test_of_three_products_two_are_one():
 def test_it_is_found_once_in_every_layer():
     given = Setup(layers=3)
     assert kinds(given.step).count(LinearPair) == 3
-    before, after = (sum(isinstance(e.op, ops.Linear) for e in step.equations) for step in (
-        given.step, linear_pair.find(given.step)))
+    steps = (given.step, linear_pair.find(given.step))
+    before, after = (sum(isinstance(e.op, ops.Linear) for e in step.equations) for step in steps)
     assert before - after == 6
 
 

@@ -90,7 +90,11 @@ def test_it_is_left_alone(how):
 
 
 def test_steps_with_wide_angles_or_other_sizes_are_left_alone():
-    for given in (setup("bf16"), setup("fp32", round_angles=True), evolve(setup("bf16", round_angles=True), dtype="fp32")):
+    for given in (
+        setup("bf16"),
+        setup("fp32", round_angles=True),
+        evolve(setup("bf16", round_angles=True), dtype="fp32"),
+    ):
         assert norm_rope_write.find(given.step) == given.step
     small = evolve(setup("bf16", round_angles=True), config=evolve(LATENT, qk_rope_head_dim=32))
     assert norm_rope_write.find(small.step) == small.step
