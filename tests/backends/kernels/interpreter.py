@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 #: 54 MB; the second is what the first imports and does not ask for.
@@ -26,6 +27,8 @@ def install() -> None:
 
 def why_not() -> str | None:
     """Why nothing can be interpreted here, None where it can."""
+    if find_spec("triton") is not None:
+        return "Triton's interpreter: there is a triton for a device, and two do not go into a process"
     if (SHELF / "triton").is_dir():
         return None
     return "Triton's interpreter: not there; python tests/backends/kernels/interpreter.py gets it"

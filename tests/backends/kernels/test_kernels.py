@@ -263,6 +263,24 @@ def test_the_compiler_of_triton_ascend_takes_them():
     assert done.stdout.splitlines() == [f"{kernel} True" for kernel in kernels], done.stderr[-2000:]
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(200))
+def test_any_sizes(seed):
+    """Of which the plain suite takes a sample above."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def upto(most):
+        return int(torch.randint(1, most + 1, (), generator=generator))
+
+    ranks, tokens, latent, dtype = upto(16), upto(5), upto(520), DTYPES[seed % 3]
+    own = upto(128 // ranks)
+    test_what_is_sent(generator, dtype, (ranks, tokens, own, latent))
+    parts = Parts(generator, (ranks, tokens, own, latent), dtype, spread=30.0)
+    parts.recv_lse[torch.rand(parts.recv_lse.shape, generator=generator) < 0.3] = math.inf
+    parts.recv[parts.recv_lse.isinf()] = math.nan
+    parts.verify()
+
+
 # --- in a table -------------------------------------------------------------------------
 
 
