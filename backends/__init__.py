@@ -45,7 +45,7 @@ def _ascend(world: World, adversary: int | None) -> Backend:
 def _cuda(world: World, adversary: int | None) -> Backend:
     module = import_module("mla_fx.backends.cuda")
     module.require_gpu()
-    return Backend("cuda", module.TABLE, world, device("cuda"), adversary=adversary)
+    return Backend("cuda", module.table(), world, device("cuda"), adversary=adversary)
 
 
 #: Name to maker; a maker imports its rules when it is asked for, never before.

@@ -81,6 +81,7 @@ class Table:
             self,
             rules={**self.rules, **{one.op: one.rule for one in fusions}},
             takes={**self.takes, **{one.op: one.takes for one in fusions}},
+            forms={**self.forms, **{one.op: one.forms for one in fusions if one.forms}},
             passes=(*self.passes, *(one.find for one in fusions)),
         )
 
@@ -92,9 +93,10 @@ class Table:
 
 @frozen
 class Fusion:
-    """A fused op of one backend: an op with a definition, its rule, what it takes, and the pass that finds it."""
+    """A fused op of one backend: an op with a definition, its rule, what it takes and wants, the pass that finds it."""
 
     op: type[Op]
     rule: Rule
     takes: Takes
     find: Pass
+    forms: Mapping[str, Form] = field(factory=dict, converter=_frozen)

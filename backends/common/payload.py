@@ -24,14 +24,21 @@ def pack(out: torch.Tensor, lse: torch.Tensor, *, ranks: int) -> torch.Tensor:
     """
     tokens, heads, latent = out.shape
     own, bits = heads // ranks, _BITS[lse.dtype]
-    count, start, end = _lanes(out.dtype, tokens * own, latent)
-    payload = out.new_empty((ranks, end))
+    payload = room(out, ranks=ranks)
+    count, start, _ = _lanes(out.dtype, tokens * own, latent)
     if tokens:
         outs = payload[:, :count].view(ranks, tokens, own, latent)
         outs.copy_(out.view(tokens, ranks, own, latent).transpose(0, 1))
         lanes = payload[:, start:].view(bits).view(ranks, tokens, own)
         lanes.copy_(lse.view(bits).view(tokens, ranks, own).transpose(0, 1))
     return payload
+
+
+def room(out: torch.Tensor, *, ranks: int) -> torch.Tensor:
+    """A payload [W, E] for `out` [T, H, L] and its LSEs, not yet written; `unpack` gives its parts."""
+    tokens, heads, latent = out.shape
+    _, _, end = _lanes(out.dtype, tokens * heads // ranks, latent)
+    return out.new_empty((ranks, end))
 
 
 def unpack(payload: torch.Tensor, shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,8 @@ import torch
 
 from mla_fx.backends.ascend.fused.add_rms_norm import AddRmsNorm
 from mla_fx.backends.ascend.fused.norm_rope_write import NormRopeWrite
+from mla_fx.backends.ascend.fused.quant_experts import QuantExperts
+from mla_fx.backends.ascend.fused.quant_mlp import QuantMlp
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Group, Op, ops
 from mla_fx.effects.aval import operand, wide_dtype
@@ -180,6 +182,31 @@ def _quant_grouped(s: Step) -> list[Case]:
     ]
 
 
+def _quant_experts(s: Step) -> list[Case]:
+    own = EXPERTS // s.ranks
+    weights = [(own, 2 * EXPERT, HIDDEN), (own, HIDDEN, EXPERT)]
+    given = [each for shape in weights for each in (Aval(shape, "int8"), s.wide(*shape[:2]))]
+    op = QuantExperts(own, s.group)
+    return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32"), *given))]
+
+
+def _quant_mlp(s: Step) -> list[Case]:
+    widths = (DENSE // s.ranks, SHARED // s.ranks)
+    return [
+        Case(
+            QuantMlp(),
+            (
+                s.real(s.tokens, HIDDEN),
+                Aval((2 * width, HIDDEN), "int8"),
+                s.wide(2 * width),
+                Aval((HIDDEN, width), "int8"),
+                s.wide(HIDDEN),
+            ),
+        )
+        for width in widths
+    ]
+
+
 def _permute(s: Step) -> list[Case]:
     op = ops.PermuteTokens(EXPERTS // s.ranks, s.group)
     return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32")))]
@@ -268,6 +295,8 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ops.GroupedLinear: _grouped_linear,
     ops.QuantLinear: _quant_linear,
     ops.QuantGroupedLinear: _quant_grouped,
+    QuantExperts: _quant_experts,
+    QuantMlp: _quant_mlp,
     AddRmsNorm: _single(lambda s: Case(AddRmsNorm(1e-6), (*(s.real(s.tokens, HIDDEN),) * 2, s.real(HIDDEN)))),
     NormRopeWrite: _norm_rope_write,
     ops.AllGather: _single(

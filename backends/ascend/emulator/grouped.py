@@ -76,9 +76,12 @@ def _check_grouped_dtypes(
         require(out.dtype == x.dtype, f"out must be {x.dtype}: got {out.dtype}")
         return
     require(x.dtype == torch.int8, f"x must be float16, bfloat16, float32 or int8: got {x.dtype}")
+    if out.dtype == torch.int32:
+        require(not scale and not per_token, "scale and per_token_scale are for results that are no sums")
+        return
     require(len(scale) == len(per_token) == 1, "only int8 with scale and per_token_scale is emulated")
     wanted = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
-    require(out.dtype in wanted, f"out must be float16 or bfloat16 beside int8: got {out.dtype}")
+    require(out.dtype in wanted, f"out must be float16, bfloat16 or int32 beside int8: got {out.dtype}")
     found = scale[0].dtype
     require(found == wanted[out.dtype], f"scale must be {wanted[out.dtype]} beside {out.dtype}: got {found}")
     shape = [weight.shape[0], weight.shape[2]]
@@ -102,7 +105,9 @@ def run_grouped(*arguments: Any) -> None:
     for expert, count in enumerate(numbers):
         start, end = end, end + count
         rows, matrix = x[start:end], weight[expert]
-        if x.dtype == torch.int8:
+        if out.dtype == torch.int32:
+            out[start:end] = torch.matmul(rows.int(), matrix.int())
+        elif x.dtype == torch.int8:
             scaled = torch.matmul(rows.int(), matrix.int()).float() * given["scale"][0][expert].float()
             out[start:end] = (scaled * given["per_token_scale"][0][start:end].unsqueeze(1)).to(out.dtype)
         else:

@@ -10,6 +10,7 @@ from mla_fx.backends.ascend.emulator import (
     attention,
     everyday,
     experts,
+    finalize,
     grouped,
     merge,
     pointwise,
@@ -18,6 +19,7 @@ from mla_fx.backends.ascend.emulator import (
     residual,
     rotary,
     rows,
+    swiglu_quant,
 )
 from mla_fx.backends.ascend.emulator.operator import Operator
 from mla_fx.backends.ascend.emulator.releases import Release
@@ -33,6 +35,8 @@ def operators(release: Release) -> Mapping[str, Operator]:
         **rotary.OPERATORS,
         **grouped.OPERATORS,
         **quant.OPERATORS,
+        **finalize.OPERATORS,
+        **swiglu_quant.OPERATORS,
         **attention.OPERATORS,
         **merge.operators(release),
         **product.operators(release),

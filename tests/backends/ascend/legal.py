@@ -104,6 +104,24 @@ LEGAL: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
         "sorted_indices": torch.arange(6, dtype=int32).npu(),
         "probs": there(3, 2),
     },
+    "finalize": lambda: {
+        "expanded_permuted_rows": there(1, 6, 16),
+        "skip1": None,
+        "skip2": None,
+        "bias": None,
+        "scales": there(3, 2, dtype=fp32),
+        "expanded_src_to_dst_row": torch.tensor([0, -1, 5, 5, 1, 2], dtype=int32).npu(),
+        "export_for_source_row": None,
+        "drop_pad_mode": 3,
+    },
+    "swiglu_quant": lambda: {
+        "x": there(6, 128, dtype=int32),
+        "weight_scale": there(2, 128, dtype=fp32),
+        "activation_scale": there(6, dtype=fp32),
+        "group_index": torch.tensor([4, 1]).npu(),
+        "activate_left": True,
+        "quant_mode": 1,
+    },
     "grouped": lambda: {
         "x": [there(6, 16)],
         "weight": [there(2, 16, 24)],
@@ -178,6 +196,8 @@ CALLS: Final[Mapping[str, Callable[[dict[str, Any]], Any]]] = {
     "grouped": _named("npu_grouped_matmul"),
     "grouped_apart": _named("npu_grouped_matmul"),
     "grouped_int8": _named("npu_grouped_matmul"),
+    "finalize": _named("npu_moe_finalize_routing"),
+    "swiglu_quant": _named("npu_dequant_swiglu_quant"),
     "dynamic_quant": _named("npu_dynamic_quant"),
     "quant_matmul": _named("npu_quant_matmul"),
 }

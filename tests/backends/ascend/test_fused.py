@@ -7,6 +7,7 @@ from mla_fx import backends, orchestrations
 from mla_fx.backends import ascend
 from mla_fx.backends.ascend import fused
 from mla_fx.effects import Step, check, schedule
+from tests.backends.ascend.experts import Experts
 from tests.backends.ascend.steps import ascend as on_ascend
 from tests.backends.ascend.steps import equal, leaves, setup
 from tests.setups import Setup
@@ -21,7 +22,7 @@ STEPS = {
 each_step = pytest.mark.parametrize("sizes", STEPS.values(), ids=STEPS)
 
 
-def lowered(given: Setup) -> Step:
+def lowered(given: Setup | Experts) -> Step:
     step = given.step
     for one in ascend.TABLE.passes:
         step = one(step)
@@ -33,7 +34,8 @@ def ops_of(step: Step) -> set[type]:
 
 
 def test_every_fusion_is_found_in_some_step():
-    found = set().union(*(ops_of(lowered(setup("bf16", **sizes))) for sizes in STEPS.values()))
+    steps = [*(setup("bf16", **sizes) for sizes in STEPS.values()), Experts(quantization="w8a8", shared=1)]
+    found = set().union(*(ops_of(lowered(given)) for given in steps))
     assert {fusion.op for fusion in fused.ALL} <= found
 
 
