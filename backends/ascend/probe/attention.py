@@ -26,8 +26,9 @@ class _Call:
     lse: torch.Tensor
 
     def on_device(self) -> dict[str, Any]:
-        """Arguments of the operator."""
-        return {**{name: tensor.npu() for name, tensor in self.tensors.items()}, **self.how}  # type: ignore[attr-defined]
+        """Arguments of the operator; what is one tensor on the host is one there."""
+        moved = {id(tensor): tensor.npu() for tensor in self.tensors.values()}  # type: ignore[attr-defined]
+        return {**{name: moved[id(tensor)] for name, tensor in self.tensors.items()}, **self.how}
 
 
 def _attend(q: torch.Tensor, c: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,9 +20,8 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> to
 
 def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Leave NaN in memory that the allocator is likely to hand out for a result of that shape next."""
-    del_me = torch.full(shape, math.nan, dtype=dtype, device="npu")
+    torch.full(shape, math.nan, dtype=dtype, device="npu")
     torch.get_device_module("npu").synchronize()
-    del del_me
 
 
 def near(limit: float, **pairs: tuple[torch.Tensor, torch.Tensor]) -> Outcome:

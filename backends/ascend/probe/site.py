@@ -43,12 +43,12 @@ def opened(*, emulated: bool, cann: str | None = None) -> Iterator[Site]:
         return
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     try:
-        yield _grouped(site)
+        yield grouped(site)
     finally:
         dist.destroy_process_group()
 
 
-def _grouped(site: Site) -> Site:
+def grouped(site: Site) -> Site:
     """Hosts talk by gloo whatever the devices do; a group of devices that cannot be made leaves them alone."""
     site = evolve(site, host=dist.group.WORLD, rank=dist.get_rank(), ranks=dist.get_world_size())
     try:

@@ -1,6 +1,7 @@
 """What a rank of a group of processes does in a test: functions of a member, run by `tests.processes`."""
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
 from mla_fx.backends.ascend.emulator import Machine, emulate
+from mla_fx.backends.ascend.probe import POINTS, Found, Site
+from mla_fx.backends.ascend.probe.run import run
+from mla_fx.backends.ascend.probe.site import grouped
 from mla_fx.effects import Op, schedule
 from tests.backends.ascend.conftest import program_of
 from tests.backends.ascend.steps import setup
@@ -239,3 +243,31 @@ def recovered(member: Member) -> list[str]:
             messages.append(str(error))
             machine.recover()
     return messages
+
+
+# --- what a probe asks of a group --------------------------------------------------
+
+
+def probe(member: Member, *, tidy: bool) -> list[Found]:
+    """Points 11 and 12; `tidy`: the last rank takes bits for numbers, and rounds its sums another way."""
+    emulate(seed=member.rank)
+    member.join("gloo")
+    if tidy and member.rank == member.ranks - 1:
+        _tidy()
+    return list(run(grouped(Site((9, 1))), POINTS[10:12]))
+
+
+def _tidy() -> None:
+    for name in ("all_gather_single", "all_to_all_single"):
+        setattr(dist, name, partial(_numbers, getattr(dist, name)))
+    dist.all_reduce = partial(_rounded, dist.all_reduce)
+
+
+def _numbers(move: Any, found: torch.Tensor, sent: torch.Tensor, **how: Any) -> None:
+    move(found, sent, **how)
+    found.view(torch.bfloat16).copy_(found.view(torch.bfloat16).float())
+
+
+def _rounded(add: Any, total: torch.Tensor, **how: Any) -> None:
+    add(total, **how)
+    total[-1:].mul_(1 + 2**-7)

@@ -264,3 +264,23 @@ def test_nothing_stays_behind(processes):
     found = processes.outcomes(do.absence, ranks=2, how="ends") + processes.outcomes(do.transports, ranks=2)
     made = {f"mla_fx-hccl-{outcome.process}-" for outcome in found}
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(tuple(made))]
+
+
+# --- what a probe asks of a group --------------------------------------------------
+
+
+def test_a_probe_of_several_ranks(processes):
+    """Every pattern of 16 bits arrives as it was sent, and sums have the same bits on all ranks."""
+    first, second = processes.run(do.probe, ranks=2, tidy=False)
+    assert [(one.point, one.case) for one in first] == [
+        *((11, "all_gather"), (11, "all_to_all"), (12, "4 KB"), (12, "64 KB"), (12, "1 MB"))
+    ]
+    assert [one.outcome.verdict for one in [*first, *second]] == ["holds"] * 10
+
+
+def test_a_probe_sees_transports_that_tidy_up(processes):
+    """Payloads where they were tidied; sums on all ranks, since no rank can say which one is off."""
+    first, second = processes.run(do.probe, ranks=2, tidy=True)
+    assert [one.outcome.verdict for one in first] == ["holds"] * 2 + ["differs"] * 3
+    assert [one.outcome.verdict for one in second] == ["differs"] * 5
+    assert all(one.outcome.detail.startswith("ranks have different bits, with HCCL") for one in first[2:])

@@ -1,0 +1,432 @@
+"""The probe: what it says of each release, of a device that does something else, and of one that refuses or dies.
+
+What a release is known to do is from its sources, as far as public: which
+parts, sizes and dtypes its tiling takes (attention_update_tiling.cpp,
+aclnn_transpose_batch_mat_mul.cpp, scatter_pa_kv_cache_tiling.cpp), and that
+8.5.0 takes `active_num` -1 at its word (moe_init_routing_v3_tiling.cpp).
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from attrs import evolve
+
+from mla_fx import cli_probe
+from mla_fx.backends.ascend.probe import POINTS, About, Case, Found, Outcome, Point, Site
+from mla_fx.backends.ascend.probe.__main__ import main as speak
+from mla_fx.backends.ascend.probe.apart import apart
+from mla_fx.backends.ascend.probe.point import Verdict, each
+from mla_fx.backends.ascend.probe.report import heading, lacking, meaning, merged
+from mla_fx.backends.ascend.probe.run import run
+from mla_fx.backends.ascend.probe.site import opened
+from mla_fx.backends.device import Scratch
+from mla_fx.effects import InputError
+from tests.test_cli import run as command
+from tests.test_imports import ROOT
+
+SIZES = (64, 128, 192, 512)
+CANN = {"8.5": (8, 5), "9.0": (9, 0), "9.1": (9, 1)}
+
+
+def known(release: str) -> dict[tuple[int, str], Verdict]:
+    """What the sources of a release say, for the cases that do not simply hold."""
+    found: dict[tuple[int, str], Verdict] = {
+        (6, "float32"): "refused",  # fp16, bf16 and int8 only
+        (6, "more rows than slots"): "refused",  # rows of slot -1 count
+        (9, "NaN rows at weight 0"): "differs",  # nobody promises that they do not count: the emulator lets them
+        (14, "kernels of one layer"): "measured",
+    }
+    found |= {(point.number, case.name): "not run" for point in POINTS[10:12] for case in point.cases}
+    if release != "9.1":
+        found[4, "17 parts"] = "refused"  # at most 16
+        found[5, "128 heads, 512 x 128"] = "refused"  # heads * K = 65536
+    if release == "8.5":
+        found[7, "active_num -1"] = "differs"  # index and counts look right, no row is copied
+        multiples = {(k, n): k % 128 == n % 128 == 0 for k in SIZES for n in SIZES}
+        found |= {(5, f"4 heads, {k} x {n}"): "refused" for (k, n), fit in multiples.items() if not fit}
+    return found
+
+
+def asked(site: Site, points: tuple[Point, ...]) -> dict[tuple[int, str], Outcome]:
+    return {(found.point, found.case): found.outcome for found in run(site, points)}
+
+
+def of(number: int) -> Point:
+    (found,) = (point for point in POINTS if point.number == number)
+    return found
+
+
+def test_there_are_fourteen_points():
+    assert [point.number for point in POINTS] == list(range(1, 15))
+    assert all(len({case.name for case in point.cases}) == len(point.cases) for point in POINTS)
+
+
+def test_each_release_does_what_it_is_known_to(emulator, release):
+    """And nothing fails that the rules rest on in that release, so none is asked to change."""
+    before = dict(os.environ)
+    found = asked(Site(CANN[release], emulator), POINTS)
+    assert list(found) == [(point.number, case.name) for point, case in each(POINTS)]
+    assert {key: outcome.verdict for key, outcome in found.items() if outcome.verdict != "holds"} == known(release)
+    refusals = {key: outcome.detail for key, outcome in found.items() if outcome.verdict == "refused"}
+    assert all(
+        text.startswith("161002: aclnnTranspose" if key[0] == 5 else "561002: aclnn") for key, text in refusals.items()
+    )
+    said = [Found(*key, outcome) for key, outcome in found.items()]
+    assert lacking(POINTS, said, CANN[release]) == []
+    for point in POINTS:
+        means = meaning(point, [one for one in said if one.point == point.number], CANN[release])
+        assert not ("must" in means and point.number not in (7, 9)), means
+    counted = found[14, "kernels of one layer"].figures
+    assert 0 < counted["operators"] <= counted["kernels"] and counted["records and waits"] > 0
+    assert dict(os.environ) == before
+
+
+# --- a device that does something else ---------------------------------------------------
+
+
+def _lse_in_bits(*given):
+    given[-1].mul_(1 / math.log(2))
+
+
+def _full_rows_without_keys(*given):
+    given[-2][given[-1][:, 0, 0].isinf()] = 1
+
+
+def _spoilt_by_infinity(lse, parts, update_type, out, merged):
+    out[(torch.stack(lse) == math.inf).any(0)] = math.nan
+
+
+def _at_most_eight(lse, parts, update_type, out, merged):
+    if len(parts) > 8:
+        out.copy_(sum(part.float() for part in parts) / len(parts))
+
+
+def _heads_backwards(*given):
+    given[-1].copy_(given[-1].flip(1))
+
+
+def _slots_from_the_end(key, cache, slots, *rest):
+    cache[-1, slots[slots < 0].long()[:1]] = key[slots < 0][:1]
+
+
+def _unsorted(*given):
+    rows = given[-4]
+    rows[:2] = rows[:2].flip(0)
+
+
+def _tenth_more(*given):
+    (given[-1] if given[-1] is not None else given[-3][0]).mul_(1.1)
+
+
+def _product_tenth_more(*given):
+    given[-3][0].mul_(1.1)
+
+
+def _no_scale_for_zeros(*given):
+    given[-2].masked_fill_(given[-2] == 0, math.nan)
+
+
+def _all(number: int) -> set[str]:
+    return {case.name for case in of(number).cases}
+
+
+#: Point, operator, what is done to its results, and the cases that see it.
+SPOILT = [
+    (1, "FusedInferAttentionScoreV4", _lse_in_bits, {"functional"}),
+    (1, "FusedInferAttentionScoreV4", _full_rows_without_keys, {"row without a key"}),
+    (2, "FusedInferAttentionScoreV4", _lse_in_bits, _all(2)),
+    (3, "FusedInferAttentionScoreV4", _lse_in_bits, _all(3)),
+    (4, "AttentionUpdate", _spoilt_by_infinity, {"one +inf"}),
+    (4, "AttentionUpdate", _at_most_eight, {"9 parts", "17 parts"}),
+    (5, "TransposeBatchMatMul", _heads_backwards, _all(5)),
+    (6, "ScatterPaKvCache", _slots_from_the_end, {"bf16, slots of -1", "float32 as pairs of bf16"}),
+    (7, "MoeInitRoutingV3", _unsorted, _all(7)),
+    (8, "GroupedMatmulV5", _product_tenth_more, _all(8)),
+    (9, "MoeTokenUnpermute", _tenth_more, _all(9)),
+    (10, "DynamicQuantV2", _no_scale_for_zeros, {"zero row"}),
+]
+
+
+@pytest.mark.parametrize(("number", "name", "spoil", "seen"), SPOILT, ids=lambda x: getattr(x, "__name__", None))
+def test_what_differs_is_seen(emulator, monkeypatch, number, name, spoil, seen):
+    """And asks something of the backend, if it rests on that."""
+    operator = emulator._operators[f"aclnn{name}"]
+
+    def wrong(*given):
+        operator.run(*given)
+        spoil(*given)
+
+    monkeypatch.setitem(emulator._operators, f"aclnn{name}", evolve(operator, run=wrong))
+    found = asked(Site((9, 1), emulator), (of(number),))
+    usual = {"float32", "more rows than slots"}
+    assert {case for (_, case), outcome in found.items() if outcome.verdict == "differs"} == seen
+    assert {case for (_, case), outcome in found.items() if outcome.verdict == "refused"} <= usual
+    assert all(": must be " in outcome.detail for outcome in found.values() if outcome.verdict == "differs")
+
+
+def test_streams_that_do_not_wait_are_seen(emulator, monkeypatch):
+    monkeypatch.setattr(torch.npu.Stream, "wait_event", lambda self, event: None)
+    assert asked(Site((9, 1), emulator), (of(13),))[13, "one event again and again"].verdict == "differs"
+
+
+def test_programs_that_share_no_workspace_are_seen(emulator, monkeypatch):
+    def always_more(self, need, make):
+        self.held.append(make())
+        return self.held[-1]
+
+    monkeypatch.setattr(Scratch, "room", always_more)
+    assert asked(Site((9, 1), emulator), (of(14),))[14, "memory of ten programs"].verdict == "differs"
+
+
+@pytest.mark.parametrize("cann", CANN.values(), ids=CANN)
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: str(point.number))
+def test_whatever_fails_that_the_backend_rests_on_has_a_meaning(cann, point):
+    well = [Found(point.number, case.name, Outcome("holds" if case.needs(cann) else "refused")) for case in point.cases]
+    fine = meaning(point, well, cann)
+    assert lacking([point], well, cann) == []
+    for k, case in enumerate(point.cases):
+        for verdict in ("differs", "refused", "faults"):
+            found = [*well[:k], evolve(well[k], outcome=Outcome(verdict)), *well[k + 1 :]]
+            assert lacking([point], found, cann) == ([(point.number, case.name)] if case.needs(cann) else [])
+            if case.needs(cann):
+                assert meaning(point, found, cann) != fine, (case.name, verdict)
+
+
+def test_what_the_emulated_releases_refuse_would_be_told_if_it_held():
+    """Rules that go out of the way of something say so when they need not."""
+    for number, case in (
+        (4, "all +inf and -inf"),
+        (5, "4 heads, 64 x 64"),
+        (6, "float32"),
+        (9, "NaN rows at weight 0"),
+    ):
+        point = of(number)
+        by_name = {c.name: Outcome("holds" if c.needs((8, 5)) else "refused") for c in point.cases}
+        usual, other = dict(by_name), {**by_name, case: Outcome("holds")}
+        if number == 4:
+            usual, other = {**by_name, case: Outcome("holds")}, {**by_name, case: Outcome("differs")}
+        first, second = ([Found(number, name, what) for name, what in one.items()] for one in (usual, other))
+        assert meaning(point, first, (8, 5)) != meaning(point, second, (8, 5))
+
+
+# --- a device that refuses, and one that dies ---------------------------------------------
+
+
+def _one(name: str, function) -> Case:
+    return Case(name, function)
+
+
+def _beyond(site: Site) -> Outcome:
+    torch.index_select(torch.zeros(3).npu(), 0, torch.tensor([99]).npu())
+    return Outcome("holds")
+
+
+def _raises(site: Site) -> Outcome:
+    raise RuntimeError("NPU function error: call aclnnX failed, error code is 561002\n[ERROR] when\naclnnX: not so\n")
+
+
+def _holds(site: Site) -> Outcome:
+    return Outcome("holds")
+
+
+def _trial(*cases: Case) -> Point:
+    return Point(1, "trial", "nothing", cases, lambda found, cann: "fine")
+
+
+def test_a_refusal_costs_nothing_but_itself(emulator):
+    found = asked(Site((9, 1), emulator), (_trial(Case("a", _raises), Case("b", _holds)),))
+    assert found[1, "a"] == Outcome("refused", "561002: aclnnX: not so", error=found[1, "a"].error)
+    assert "call aclnnX failed" in found[1, "a"].error and found[1, "b"] == Outcome("holds")
+
+
+def test_behind_a_fault_nothing_is_run(emulator):
+    found = asked(Site((9, 1), emulator), (_trial(Case("a", _holds), Case("b", _beyond), Case("c", _holds)),))
+    assert [outcome.verdict for outcome in found.values()] == ["holds", "faults", "not run"]
+    assert "507011" in found[1, "b"].detail
+    assert found[1, "c"].detail == "the device has faulted in point 1, b"
+
+
+def test_a_point_of_which_nothing_ran_means_nothing():
+    found = [Found(1, case.name, Outcome("not run", "x")) for case in of(1).cases]
+    assert meaning(of(1), found, (9, 1)) == "Nothing is known of it."
+    some = [Found(1, of(1).cases[0].name, Outcome("holds")), *found[1:]]
+    assert meaning(of(1), some, (9, 1)).endswith("Not all of it has run.")
+
+
+#: A process that speaks as the probe's does, without a device; `{}` is what it does with the case `number`.
+STAND_IN = """
+import json, os, signal, sys, time
+pipe, start = os.fdopen(int(sys.argv[1]), "w"), int(sys.argv[2])
+def say(kind, what):
+    pipe.write(json.dumps({{kind: what}}) + "\\n")
+    pipe.flush()
+{before}
+say("about", {{"versions": {{"torch": "1"}}, "environment": {{}}, "cann": [9, 1]}})
+for number in range(start, 4):
+    say("begun", number)
+    {there}
+    say("found", {{"point": 1, "case": "abcd"[number], "outcome": {{"verdict": "holds", "detail": str(os.getpid())}}}})
+"""
+
+
+def _of_stand_in(there: str = "pass", before: str = "", patience: float = 20) -> list[About | Found]:
+    code = STAND_IN.format(there=there, before=before)
+    trial = _trial(*(Case(name, _holds) for name in "abcd"))
+    return list(apart([trial], command=[sys.executable, "-c", code], patience=patience))
+
+
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        ("if number == 1: os.kill(os.getpid(), signal.SIGSEGV)", f"the process ended with status -{signal.SIGSEGV}"),
+        ("if number == 1: os._exit(3)", "the process ended with status 3"),
+        ("if number == 1: time.sleep(60)", "no answer within 0.7 s"),
+    ],
+    ids=["segfault", "exit", "hang"],
+)
+def test_a_case_that_takes_its_process_with_it_costs_nothing_but_itself(there, why):
+    about, *found = _of_stand_in(there, patience=0.7 if "sleep" in there else 20)
+    assert about == About({"torch": "1"}, {}, (9, 1))
+    assert [(one.case, one.outcome.verdict) for one in found] == [
+        *(("a", "holds"), ("b", "faults"), ("c", "holds"), ("d", "holds"))
+    ]
+    assert found[1].outcome.detail == why
+    assert found[0].outcome.detail != found[2].outcome.detail == found[3].outcome.detail
+
+
+def test_a_device_that_cannot_be_opened_is_an_error_at_first_and_an_answer_later():
+    with pytest.raises(InputError, match="^no NPU$"):
+        _of_stand_in(before="say('error', 'no NPU'); sys.exit()")
+    with pytest.raises(InputError, match=f"^the process ended with status -{signal.SIGKILL}$"):
+        _of_stand_in(before="os.kill(os.getpid(), signal.SIGKILL)")
+    _, *found = _of_stand_in("if number == 1: os._exit(3)", before="if start: say('error', 'no NPU'); sys.exit()")
+    assert [one.outcome.verdict for one in found] == ["holds", "faults", "not run", "not run"]
+    assert found[3].outcome.detail == "the device cannot be opened: no NPU"
+
+
+def test_what_the_process_of_a_probe_says(emulator):
+    """Both ends of the pipe in this process."""
+    hear, say = os.pipe()
+    speak(say, 1, (_trial(Case("a", _raises), Case("b", _raises)),), opened(emulated=True))
+    with os.fdopen(hear) as lines:
+        about, begun, found = map(json.loads, lines)
+    assert about["about"]["versions"]["CANN"] == emulator.release.version and about["about"]["cann"] == [9, 1]
+    assert begun == {"begun": 1} and found["found"]["case"] == "b"
+    assert found["found"]["outcome"]["verdict"] == "refused"
+
+
+# --- several ranks ----------------------------------------------------------------------
+
+
+def test_of_several_ranks_the_worst_is_told():
+    ranks = [[Found(1, "a", Outcome("holds")), Found(1, "b", Outcome("holds", "here"))] for _ in range(2)]
+    ranks[1][0] = Found(1, "a", Outcome("refused", "not so"))
+    assert merged(ranks) == [Found(1, "a", Outcome("refused", "rank 1: not so")), ranks[0][1]]
+
+
+# --- the command ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_points(monkeypatch):
+    monkeypatch.setattr(cli_probe, "POINTS", (of(6), of(7)))
+
+
+def test_command(capsys, emulator, two_points, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
+    monkeypatch.setenv("HCCL_BUFFSIZE", "200")
+    status, out, _ = command(capsys, "probe", "--emulate")
+    assert status == 0 and not list(tmp_path.iterdir())
+    assert "torch_npu 2.13.0, CANN 9.1.0, device Ascend910B1, emulated, devices 1, processes 1" in out
+    assert "  TASK_QUEUE_ENABLE: 1\n" in out and "  HCCL_BUFFSIZE: 200\n" in out
+    assert "  HCCL_OP_EXPANSION_MODE: not set (advised: AIV)\n" in out
+    assert "   refused   float32                   561002: aclnnScatterPaKvCache: key must be" in out
+    assert "   -> Routing stays as it is, with active_num T * K.\n" in out
+    assert out.endswith("\n4 holds, 2 refused; nothing fails that the backend rests on\n")
+
+
+def test_report(capsys, emulator, two_points, tmp_path, monkeypatch):
+    """What does not hold that the backend rests on is marked, counted and the exit status."""
+    spoilt = evolve(of(7), cases=(of(7).cases[0], evolve(of(7).cases[1], run=_raises)))
+    monkeypatch.setattr(cli_probe, "POINTS", (of(6), spoilt))
+    status, out, _ = command(capsys, "probe", "--emulate", "--json", str(tmp_path / "report.json"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert status == 1 and " ! refused   active_num T * K  561002: aclnnX: not so\n" in out
+    assert out.endswith("3 refused; what the backend rests on and does not hold: 7. active_num T * K\n")
+    assert report["cann"] == [9, 1] and report["versions"]["torch"] == torch.__version__
+    assert report["lacking"] == [{"point": 7, "case": "active_num T * K"}]
+    assert [(point["number"], point["means"]) for point in report["points"]] == [
+        (6, "Cache writes stay as they are: float32 as pairs of bf16, no more rows than slots."),
+        (7, "permute_tokens.py: routing must not go through the operator here."),
+    ]
+    written, float32 = report["points"][0]["cases"][:2]
+    assert written["needed"] and written["verdict"] == "holds"
+    assert not float32["needed"] and float32["verdict"] == "refused" and "NPU function error" in float32["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cann", "9.0"), "--cann: is for --emulate: got --cann 9.0"),
+        (("--emulate", "--cann", "8.4"), "cann: must be one of 8.5, 9.0, 9.1: got 8.4"),
+        (
+            ("--emulate", "--json", "/there/is/none"),
+            "--json: must be a file in a folder that is there: got /there/is/none",
+        ),
+        (("--emulate", "--json", "/"), "--json: must be a file in a folder that is there: got /"),
+        (("--emulate", "--json", "/proc/nothing.json"), "--json: must be a file that can be written: got "),
+    ],
+)
+def test_errors_name_the_field(capsys, emulator, monkeypatch, arguments, message):
+    monkeypatch.setattr(cli_probe, "POINTS", ())
+    status, _, err = command(capsys, "probe", *arguments)
+    assert status == 2 and err.startswith(f"mla-fx probe: {message}")
+
+
+def test_without_a_device_one_line_says_what_to_do(capsys, emulator):
+    """The process that opens the device is another, where nothing is emulated."""
+    status, out, err = command(capsys, "probe")
+    assert status == 2 and not out and len(err.splitlines()) == 1
+    assert err.startswith("mla-fx probe: backend: ascend needs torch_npu==2.13.0") and "--emulate" in err
+
+
+def test_an_unknown_release_of_cann_is_told():
+    lines = list(heading(About({"torch": "1"}, {}, (9, 2))))
+    assert lines[-1] == "CANN 9.2 is not one that the rules were written by: 8.5, 9.0, 9.1."
+    assert not any("rules were written" in line for line in heading(About({"torch": "1"}, {}, (9, 1))))
+
+
+@pytest.mark.soak
+def test_under_torchrun(emulator, tmp_path):
+    """All fourteen points on two ranks, each with an emulated device of its own."""
+    report = tmp_path / "report.json"
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "mla_fx",
+        "probe",
+        "--emulate",
+        "--cann",
+        "9.0",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words, "--json", str(report)], cwd=ROOT, env=environment, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    points = json.loads(report.read_text())["points"]
+    got = {(point["number"], case["case"]): case["verdict"] for point in points for case in point["cases"]}
+    group = {(point.number, case.name) for point in POINTS[10:12] for case in point.cases}
+    assert {key: verdict for key, verdict in got.items() if verdict != "holds"} == {
+        key: verdict for key, verdict in known("9.0").items() if key not in group
+    }
