@@ -301,7 +301,7 @@ def test_a_case_that_takes_its_process_with_it_costs_nothing_but_itself(there, w
 
 
 def test_a_device_that_cannot_be_opened_is_an_error_at_first_and_an_answer_later():
-    with pytest.raises(InputError, match="^no NPU$"):
+    with pytest.raises(InputError, match=r"^no NPU$"):
         _of_stand_in(before="say('error', 'no NPU'); sys.exit()")
     with pytest.raises(InputError, match=f"^the process ended with status -{signal.SIGKILL}$"):
         _of_stand_in(before="os.kill(os.getpid(), signal.SIGKILL)")
