@@ -19,6 +19,8 @@ from mla_fx.effects import InputError
 
 #: What runs the cases on the device that is found.
 COMMAND = (sys.executable, "-m", "mla_fx.backends.ascend.probe")
+#: Seconds until a device is open.
+_OPENING = 600.0
 
 
 def apart(
@@ -81,8 +83,8 @@ def _heard(command: Sequence[str], start: int, patience: float) -> Iterator[tupl
 
 
 def _lines(hear: int, patience: float) -> Iterator[bytes | None]:
-    """Whole lines until the end; None where the next does not come in time."""
-    rest, end = b"", time.monotonic() + patience
+    """Whole lines until the end; None where the next does not come in time.  The first says that the device is open."""
+    rest, end = b"", time.monotonic() + _OPENING
     while True:
         *whole, rest = rest.split(b"\n")
         for line in whole:
