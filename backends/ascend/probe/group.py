@@ -42,8 +42,10 @@ def _exchange(site: Site) -> Outcome:
     return same(bits=(found, _bytes(torch.stack([of(sender)[site.rank] for sender in range(site.ranks)]))))
 
 
-def _everywhere(site: Site, value: Any) -> list[Any]:
+def everywhere(site: Site, value: Any) -> list[Any]:
     """What every rank says, moved between the hosts."""
+    if site.host is None:
+        return [value]
     found: list[Any] = [None] * site.ranks
     dist.all_gather_object(found, value, group=site.host)
     return found
@@ -51,6 +53,26 @@ def _everywhere(site: Site, value: Any) -> list[Any]:
 
 def _sum(site: Site, size: int) -> Outcome:
     """A bf16 sum of `size` bytes: near that in float64, and the same bits on all ranks, again and again."""
+    try:
+        digests, near_enough = _added(site, size)
+    except Exception:
+        everywhere(site, None)  # the others come to this too
+        raise
+    of_ranks = everywhere(site, digests)
+    if near_enough.verdict != "holds":
+        return near_enough
+    if None in of_ranks:
+        return Outcome("differs", f"rank {of_ranks.index(None)} did not get as far")
+    settings = ", ".join(f"{name}={os.environ.get(name, 'not set')}" for name in SETTINGS)
+    if any(len(set(at_once)) > 1 for at_once in zip(*of_ranks, strict=True)):
+        return Outcome("differs", f"ranks have different bits, with {settings}", near_enough.figures)
+    if len(set(digests)) > 1:
+        return Outcome("differs", f"the same sum has different bits from one call to the next, with {settings}")
+    return Outcome("holds", f"with {settings}", near_enough.figures)
+
+
+def _added(site: Site, size: int) -> tuple[list[str], Outcome]:
+    """Digests of three sums in a row, and whether they are near."""
     sent = [drawn(size // 2, seed=20 + rank) for rank in range(site.ranks)]
     digests, worst = [], Outcome("holds")
     for _ in range(3):
@@ -59,15 +81,7 @@ def _sum(site: Site, size: int) -> Outcome:
         found = total.cpu()
         digests.append(hashlib.sha256(found.view(torch.uint8).numpy().tobytes()).hexdigest())
         worst = near(BF16, sum=(found, torch.stack(sent).double().sum(0))) if worst.verdict == "holds" else worst
-    of_ranks = _everywhere(site, digests)
-    if worst.verdict != "holds":
-        return worst
-    settings = ", ".join(f"{name}={os.environ.get(name, 'not set')}" for name in SETTINGS)
-    if any(len(set(at_once)) > 1 for at_once in zip(*of_ranks, strict=True)):
-        return Outcome("differs", f"ranks have different bits, with {settings}", worst.figures)
-    if len(set(digests)) > 1:
-        return Outcome("differs", f"the same sum has different bits from one call to the next, with {settings}")
-    return Outcome("holds", f"with {settings}", worst.figures)
+    return digests, worst
 
 
 def _bits_mean(found: Verdicts, cann: Cann) -> str:

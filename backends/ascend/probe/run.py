@@ -7,11 +7,10 @@ fault of an NPU stays with the process, so that there the rest is not run;
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from mla_fx.backends.ascend.probe.group import everywhere
 from mla_fx.backends.ascend.probe.point import Case, Found, Outcome, Point, Site, each
 
 _CODE = re.compile(r"error code(?: is|:)\s*(\d+)")
@@ -28,27 +27,23 @@ def run(
             continue
         if begun is not None:
             begun(number)
-        if dead:
-            outcome = Outcome("not run", dead)
-        elif point.group and site.group is None:
-            outcome = Outcome("not run", site.alone)
-        else:
-            outcome, dead = _asked(site, point, case)
+        if why := (_of_group(site, dead) if point.group else dead):
+            yield Found(point.number, case.name, Outcome("not run", why))
+            continue
+        outcome = attempt(site, case)
+        if why := fault():
+            dead = f"the device has faulted in point {point.number}, {case.name}"
+            outcome = Outcome("faults", why if outcome.verdict != "refused" else outcome.detail, error=outcome.error)
         yield Found(point.number, case.name, outcome)
 
 
-def _asked(site: Site, point: Point, case: Case) -> tuple[Outcome, str]:
-    """What came of it, and why nothing can be asked after it, if so."""
-    outcome = attempt(site, case)
-    where = f"the device has faulted in point {point.number}, {case.name}"
-    if why := fault():
-        outcome = Outcome("faults", why if outcome.verdict != "refused" else outcome.detail, error=outcome.error)
-    if site.host is None or not point.group:
-        return outcome, where if outcome.verdict == "faults" else ""
-    others: list[Any] = [None] * site.ranks  # none may go into a collective that another does not come to
-    dist.all_gather_object(others, outcome.verdict, group=site.host)
-    faulted = [rank for rank, verdict in enumerate(others) if verdict == "faults"]
-    return outcome, f"{where} (rank {faulted[0]})" if faulted else ""
+def _of_group(site: Site, dead: str) -> str:
+    """Why a group cannot be asked: none may go into a collective that another does not come to."""
+    mine = dead or ("" if site.group else site.alone)
+    for rank, why in enumerate(everywhere(site, mine)):
+        if why:
+            return why if site.host is None else f"rank {rank}: {why}"
+    return ""
 
 
 def attempt(site: Site, case: Case) -> Outcome:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.backends.ascend.probe import POINTS, Found, Site
+from mla_fx.backends.ascend.probe import POINTS, Case, Found, Outcome, Point, Site
 from mla_fx.backends.ascend.probe.run import run
 from mla_fx.backends.ascend.probe.site import grouped
 from mla_fx.effects import Op, schedule
@@ -248,16 +248,31 @@ def recovered(member: Member) -> list[str]:
 # --- what a probe asks of a group --------------------------------------------------
 
 
-def probe(member: Member, *, tidy: bool) -> list[Found]:
-    """Points 11 and 12; `tidy`: the last rank takes bits for numbers, and rounds its sums another way."""
+def probe(member: Member, *, last: str) -> list[Found]:
+    """Points 11 and 12; the last rank is "well", "tidy", "refuses" to add or has "died" before."""
     emulate(seed=member.rank)
     member.join("gloo")
-    if tidy and member.rank == member.ranks - 1:
+    how = last if member.rank == member.ranks - 1 else "well"
+    if how == "tidy":
         _tidy()
-    return list(run(grouped(Site((9, 1))), POINTS[10:12]))
+    if how == "refuses":
+        dist.all_reduce = partial(_refused, dist.all_reduce)
+    first = Case("first", _beyond if how == "died" else lambda site: Outcome("holds"))
+    return list(run(grouped(Site((9, 1))), [Point(1, "", "", (first,), lambda found, cann: ""), *POINTS[10:12]]))
+
+
+def _beyond(site: Site) -> Outcome:
+    torch.index_select(torch.zeros(3).npu(), 0, torch.tensor([99]).npu())
+    return Outcome("holds")
+
+
+def _refused(add: Any, total: torch.Tensor, **how: Any) -> None:
+    add(total, **how)
+    raise RuntimeError("not so")
 
 
 def _tidy() -> None:
+    """Take bits for numbers, and round sums another way."""
     for name in ("all_gather_single", "all_to_all_single"):
         setattr(dist, name, partial(_numbers, getattr(dist, name)))
     dist.all_reduce = partial(_rounded, dist.all_reduce)
