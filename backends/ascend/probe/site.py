@@ -41,7 +41,7 @@ def opened(*, emulated: bool, cann: str | None = None) -> Iterator[Site]:
     if processes() == 1:
         yield site
         return
-    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    dist.init_process_group("gloo", timeout=timedelta(hours=1))  # HCCL gives up before, after half of that
     try:
         yield grouped(site)
     finally:

@@ -6,30 +6,19 @@ aclnn_transpose_batch_mat_mul.cpp, scatter_pa_kv_cache_tiling.cpp), and that
 8.5.0 takes `active_num` -1 at its word (moe_init_routing_v3_tiling.cpp).
 """
 
-import json
 import math
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from attrs import evolve
 
-from mla_fx import cli_probe
 from mla_fx.backends.ascend.emulator.releases import NEWEST
-from mla_fx.backends.ascend.probe import POINTS, About, Case, Found, Outcome, Point, Site, site
-from mla_fx.backends.ascend.probe.__main__ import main as speak
-from mla_fx.backends.ascend.probe.apart import apart
+from mla_fx.backends.ascend.probe import POINTS, Case, Found, Outcome, Point, Site
 from mla_fx.backends.ascend.probe.point import Verdict, each
-from mla_fx.backends.ascend.probe.report import heading, lacking, meaning, merged
+from mla_fx.backends.ascend.probe.report import lacking, meaning, merged
 from mla_fx.backends.ascend.probe.run import run
-from mla_fx.backends.ascend.probe.site import opened
 from mla_fx.backends.device import Scratch
-from mla_fx.effects import InputError
-from tests.test_cli import run as command
-from tests.test_imports import ROOT
 
 SIZES = (64, 128, 192, 512)
 CANN = {"8.5": (8, 5), "9.0": (9, 0), "9.1": (9, 1)}
@@ -233,35 +222,31 @@ def test_what_the_emulated_releases_refuse_would_be_told_if_it_held():
 # --- a device that refuses, and one that dies ---------------------------------------------
 
 
-def _one(name: str, function) -> Case:
-    return Case(name, function)
-
-
-def _beyond(site: Site) -> Outcome:
+def beyond(site: Site) -> Outcome:
     torch.index_select(torch.zeros(3).npu(), 0, torch.tensor([99]).npu())
     return Outcome("holds")
 
 
-def _raises(site: Site) -> Outcome:
+def raises(site: Site) -> Outcome:
     raise RuntimeError("NPU function error: call aclnnX failed, error code is 561002\n[ERROR] when\naclnnX: not so\n")
 
 
-def _holds(site: Site) -> Outcome:
+def holds(site: Site) -> Outcome:
     return Outcome("holds")
 
 
-def _trial(*cases: Case) -> Point:
+def trial(*cases: Case) -> Point:
     return Point(1, "trial", "nothing", cases, lambda found, cann: "fine")
 
 
 def test_a_refusal_costs_nothing_but_itself(emulator):
-    found = asked(Site((9, 1), emulator), (_trial(Case("a", _raises), Case("b", _holds)),))
+    found = asked(Site((9, 1), emulator), (trial(Case("a", raises), Case("b", holds)),))
     assert found[1, "a"] == Outcome("refused", "561002: aclnnX: not so", error=found[1, "a"].error)
     assert "call aclnnX failed" in found[1, "a"].error and found[1, "b"] == Outcome("holds")
 
 
 def test_behind_a_fault_nothing_is_run(emulator):
-    found = asked(Site((9, 1), emulator), (_trial(Case("a", _holds), Case("b", _beyond), Case("c", _holds)),))
+    found = asked(Site((9, 1), emulator), (trial(Case("a", holds), Case("b", beyond), Case("c", holds)),))
     assert [outcome.verdict for outcome in found.values()] == ["holds", "faults", "not run"]
     assert "507011" in found[1, "b"].detail
     assert found[1, "c"].detail == "the device has faulted in point 1, b"
@@ -274,91 +259,6 @@ def test_a_point_of_which_nothing_ran_means_nothing():
     assert meaning(of(1), some, (9, 1)).endswith("Not all of it has run.")
 
 
-#: A process that speaks as the probe's does, without a device; `{}` is what it does with the case `number`.
-STAND_IN = """
-import json, os, signal, sys, time
-pipe, start = os.fdopen(int(sys.argv[1]), "w"), int(sys.argv[2])
-def say(kind, what):
-    pipe.write(json.dumps({{kind: what}}) + "\\n")
-    pipe.flush()
-{before}
-say("about", {{"versions": {{"torch": "1"}}, "environment": {{}}, "cann": [9, 1]}})
-for number in range(start, 4):
-    say("begun", number)
-    {there}
-    say("found", {{"point": 1, "case": "abcd"[number], "outcome": {{"verdict": "holds", "detail": str(os.getpid())}}}})
-"""
-
-
-def _of_stand_in(there: str = "pass", before: str = "", patience: float = 60) -> list[About | Found]:
-    code = STAND_IN.format(there=there, before=before)
-    trial = _trial(*(Case(name, _holds) for name in "abcd"))
-    return list(apart([trial], command=[sys.executable, "-c", code], patience=patience))
-
-
-@pytest.mark.parametrize(
-    ("there", "why"),
-    [
-        ("if number == 1: os.kill(os.getpid(), signal.SIGSEGV)", f"the process ended with status -{signal.SIGSEGV}"),
-        ("if number == 1: os._exit(3)", "the process ended with status 3"),
-        ("if number == 1: time.sleep(60)", "no answer within 3 s"),
-    ],
-    ids=["segfault", "exit", "hang"],
-)
-def test_a_case_that_takes_its_process_with_it_costs_nothing_but_itself(there, why):
-    about, *found = _of_stand_in(there, patience=3 if "sleep" in there else 60)
-    assert about == About({"torch": "1"}, {}, (9, 1))
-    assert [(one.case, one.outcome.verdict) for one in found] == [
-        *(("a", "holds"), ("b", "faults"), ("c", "holds"), ("d", "holds"))
-    ]
-    assert found[1].outcome.detail == why
-    assert found[0].outcome.detail != found[2].outcome.detail == found[3].outcome.detail
-
-
-def test_a_device_that_cannot_be_opened_is_an_error_at_first_and_an_answer_later():
-    with pytest.raises(InputError, match=r"^no NPU$"):
-        _of_stand_in(before="say('error', 'no NPU'); sys.exit()")
-    with pytest.raises(InputError, match=f"^the process ended with status -{signal.SIGKILL}$"):
-        _of_stand_in(before="os.kill(os.getpid(), signal.SIGKILL)")
-    _, *found = _of_stand_in("if number == 1: os._exit(3)", before="if start: say('error', 'no NPU'); sys.exit()")
-    assert [one.outcome.verdict for one in found] == ["holds", "faults", "not run", "not run"]
-    assert found[3].outcome.detail == "the device cannot be opened: no NPU"
-
-
-def test_what_the_process_of_a_probe_says(emulator):
-    """Both ends of the pipe in this process."""
-    hear, say = os.pipe()
-    speak(say, 1, (_trial(Case("a", _raises), Case("b", _raises)),), opened(emulated=True))
-    with os.fdopen(hear) as lines:
-        about, begun, found = map(json.loads, lines)
-    assert about["about"]["versions"]["CANN"] == emulator.release.version and about["about"]["cann"] == [9, 1]
-    assert begun == {"begun": 1} and found["found"]["case"] == "b"
-    assert found["found"]["outcome"]["verdict"] == "refused"
-
-
-OF_TRIAL = """
-import sys
-from mla_fx.backends.ascend.probe.__main__ import main
-from mla_fx.backends.ascend.probe.site import opened
-from tests.backends.ascend.test_probe import faulting
-main(int(sys.argv[1]), int(sys.argv[2]), [faulting()], opened(emulated=True))
-"""
-
-
-def faulting() -> Point:
-    return _trial(Case("a", _holds), Case("b", _beyond), Case("c", _raises), Case("d", _beyond))
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("emulator")
-def test_a_fault_of_the_device_costs_nothing_but_itself():
-    """In processes that emulate a device each."""
-    about, *found = apart([faulting()], command=[sys.executable, "-c", OF_TRIAL])
-    assert about.versions["device"] == "Ascend910B1, emulated"
-    assert [one.outcome.verdict for one in found] == ["holds", "faults", "refused", "faults"]
-    assert "507011" in found[1].outcome.detail
-
-
 # --- several ranks ----------------------------------------------------------------------
 
 
@@ -366,123 +266,3 @@ def test_of_several_ranks_the_worst_is_told():
     ranks = [[Found(1, "a", Outcome("holds")), Found(1, "b", Outcome("holds", "here"))] for _ in range(2)]
     ranks[1][0] = Found(1, "a", Outcome("refused", "not so"))
     assert merged(ranks) == [Found(1, "a", Outcome("refused", "rank 1: not so")), ranks[0][1]]
-
-
-# --- the command ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two_points(monkeypatch):
-    monkeypatch.setattr(cli_probe, "POINTS", (of(6), of(7)))
-
-
-def test_command(capsys, emulator, two_points, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
-    monkeypatch.setenv("HCCL_BUFFSIZE", "200")
-    status, out, _ = command(capsys, "probe", "--emulate")
-    assert status == 0 and not list(tmp_path.iterdir())
-    assert "torch_npu 2.13.0, CANN 9.1.0, device Ascend910B1, emulated, devices 1, processes 1" in out
-    assert "  TASK_QUEUE_ENABLE: 1\n" in out and "  HCCL_BUFFSIZE: 200\n" in out
-    assert "  HCCL_OP_EXPANSION_MODE: not set (advised: AIV)\n" in out
-    assert "   refused   float32                   561002: aclnnScatterPaKvCache: key must be" in out
-    assert "   -> Routing stays as it is, with active_num T * K.\n" in out
-    assert out.endswith("\n4 holds, 2 refused; nothing fails that the backend rests on\n")
-
-
-def test_report(capsys, emulator, two_points, tmp_path, monkeypatch):
-    """What does not hold that the backend rests on is marked, counted and the exit status."""
-    spoilt = evolve(of(7), cases=(of(7).cases[0], evolve(of(7).cases[1], run=_raises)))
-    monkeypatch.setattr(cli_probe, "POINTS", (of(6), spoilt))
-    status, out, _ = command(capsys, "probe", "--emulate", "--json", str(tmp_path / "report.json"))
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert status == 1 and " ! refused   active_num T * K  561002: aclnnX: not so\n" in out
-    assert out.endswith("3 refused; what the backend rests on and does not hold: 7. active_num T * K\n")
-    assert report["cann"] == [9, 1] and report["versions"]["torch"] == torch.__version__
-    assert report["lacking"] == [{"point": 7, "case": "active_num T * K"}]
-    assert [(point["number"], point["means"]) for point in report["points"]] == [
-        (6, "Cache writes stay as they are: float32 as pairs of bf16, no more rows than slots."),
-        (7, "permute_tokens.py: routing must not go through the operator here."),
-    ]
-    written, float32 = report["points"][0]["cases"][:2]
-    assert written["needed"] and written["verdict"] == "holds"
-    assert not float32["needed"] and float32["verdict"] == "refused" and "NPU function error" in float32["error"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--cann", "9.0"), "--cann: is for --emulate: got --cann 9.0"),
-        (("--emulate", "--cann", "8.4"), "cann: must be one of 8.5, 9.0, 9.1: got 8.4"),
-        (
-            ("--emulate", "--json", "/there/is/none"),
-            "--json: must be a file in a folder that is there: got /there/is/none",
-        ),
-        (("--emulate", "--json", "/"), "--json: must be a file in a folder that is there: got /"),
-        (("--emulate", "--json", "/proc/nothing.json"), "--json: must be a file that can be written: got "),
-    ],
-)
-def test_errors_name_the_field(capsys, emulator, monkeypatch, arguments, message):
-    monkeypatch.setattr(cli_probe, "POINTS", ())
-    status, _, err = command(capsys, "probe", *arguments)
-    assert status == 2 and err.startswith(f"mla-fx probe: {message}")
-
-
-def test_what_the_process_of_a_probe_says_without_a_device(emulator, monkeypatch):
-    def require() -> None:
-        raise InputError("backend: ascend needs it")
-
-    monkeypatch.setattr(site, "require_torch_npu", require)
-    hear, say = os.pipe()
-    speak(say, 0, POINTS, opened(emulated=False))
-    with os.fdopen(hear) as lines:
-        assert list(map(json.loads, lines)) == [{"error": "backend: ascend needs it"}]
-
-
-def test_a_device_that_is_not_there_is_an_error_of_the_command(capsys, monkeypatch):
-    nothing = "say('error', 'no NPU'); sys.exit()"
-    monkeypatch.setattr(cli_probe, "apart", lambda points: iter(_of_stand_in(before=nothing)))
-    assert command(capsys, "probe") == (2, "", "mla-fx probe: no NPU\n")
-
-
-@pytest.mark.soak
-def test_without_a_device_one_line_says_what_to_do(capsys, emulator):
-    """The process that opens the device is another, where nothing is emulated."""
-    status, out, err = command(capsys, "probe")
-    assert status == 2 and not out and len(err.splitlines()) == 1
-    assert err.startswith("mla-fx probe: backend: ascend needs torch_npu==2.13.0") and "--emulate" in err
-
-
-def test_an_unknown_release_of_cann_is_told():
-    lines = list(heading(About({"torch": "1"}, {}, (9, 2))))
-    assert lines[-1] == "CANN 9.2 is not one that the rules were written by: 8.5, 9.0, 9.1."
-    assert not any("rules were written" in line for line in heading(About({"torch": "1"}, {}, (9, 1))))
-
-
-@pytest.mark.soak
-def test_under_torchrun(emulator, tmp_path):
-    """All fourteen points on two ranks, each with an emulated device of its own."""
-    report = tmp_path / "report.json"
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "mla_fx",
-        "probe",
-        "--emulate",
-        "--cann",
-        "9.0",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words, "--json", str(report)], cwd=ROOT, env=environment, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    points = json.loads(report.read_text())["points"]
-    got = {(point["number"], case["case"]): case["verdict"] for point in points for case in point["cases"]}
-    group = {(point.number, case.name) for point in POINTS[10:12] for case in point.cases}
-    assert {key: verdict for key, verdict in got.items() if verdict != "holds"} == {
-        key: verdict for key, verdict in known("9.0").items() if key not in group
-    }
