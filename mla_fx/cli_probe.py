@@ -53,11 +53,11 @@ def _told(options: argparse.Namespace, said: Iterator[About | Found]) -> int:
         mine: list[Any] = [next(said) for _ in point.cases]
         print("\n".join(section(point, mine, there.cann)), flush=True)
         found += mine
+        if options.json is not None:  # whatever becomes of the next one
+            _write(options.json, document(POINTS, there, found))
     for _ in said:
         pass  # it ends by itself, not by being thrown away
     print(f"\n{closing(POINTS, found, there.cann)}")
-    if options.json is not None:
-        _write(options.json, document(POINTS, there, found))
     return 1 if lacking(POINTS, found, there.cann) else 0
 
 

@@ -161,7 +161,7 @@ def test_report(capsys, emulator, two_points, tmp_path, monkeypatch):
     ],
 )
 def test_errors_name_the_field(capsys, emulator, monkeypatch, arguments, message):
-    monkeypatch.setattr(cli_probe, "POINTS", ())
+    monkeypatch.setattr(cli_probe, "POINTS", (of(7),))
     status, _, err = command(capsys, "probe", *arguments)
     assert status == 2 and err.startswith(f"mla-fx probe: {message}")
 
