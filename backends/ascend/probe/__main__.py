@@ -15,7 +15,7 @@ from typing import Any
 from attrs import asdict
 
 from mla_fx.backends.ascend.probe import POINTS, Point, Site
-from mla_fx.backends.ascend.probe.run import run
+from mla_fx.backends.ascend.probe.run import brief, fault, run
 from mla_fx.backends.ascend.probe.site import about, opened
 from mla_fx.effects import InputError
 
@@ -31,12 +31,16 @@ def main(pipe: int, start: int, points: Sequence[Point], site: AbstractContextMa
         try:
             with site as here:
                 say("about", asdict(about(here)))
+                if why := fault():
+                    raise InputError(f"device: must add numbers: got {why}")
                 for found in run(here, points, start=start, begun=lambda number: say("begun", number)):
                     say("found", asdict(found))
                     if found.outcome.verdict == "faults":
                         os._exit(1)
         except InputError as error:
             say("error", str(error))
+        except Exception as error:
+            say("error", f"device: must be possible to open: got {brief(error)}")
 
 
 if __name__ == "__main__":

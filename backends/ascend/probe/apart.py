@@ -54,7 +54,7 @@ def apart(
             yield _found(asked[begun], Outcome("faults", why))
             start = begun + 1
         elif start == first:  # it did not come as far as a case
-            yield from (_found(one, Outcome("not run", f"the device cannot be opened: {why}")) for one in asked[start:])
+            yield from (_found(one, Outcome("not run", why)) for one in asked[start:])
             return
 
 

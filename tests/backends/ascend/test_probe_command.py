@@ -5,16 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
 
-from mla_fx import cli_probe
-from mla_fx.backends.ascend.probe import POINTS, About, Case, Found, Point, site
+from mla_fx import cli, cli_probe
+from mla_fx.backends.ascend.probe import POINTS, About, Case, Found, Point, Site, site
+from mla_fx.backends.ascend.probe import __main__ as speaking
 from mla_fx.backends.ascend.probe.__main__ import main as speak
 from mla_fx.backends.ascend.probe.apart import apart
 from mla_fx.backends.ascend.probe.report import heading
+from mla_fx.backends.ascend.probe.run import attempt
 from mla_fx.backends.ascend.probe.site import opened
 from mla_fx.effects import InputError
 from tests.backends.ascend.test_probe import beyond, holds, known, of, raises, trial
@@ -69,7 +72,7 @@ def test_a_device_that_cannot_be_opened_is_an_error_at_first_and_an_answer_later
         _of_stand_in(before="os.kill(os.getpid(), signal.SIGKILL)")
     _, *found = _of_stand_in("if number == 1: os._exit(3)", before="if start: say('error', 'no NPU'); sys.exit()")
     assert [one.outcome.verdict for one in found] == ["holds", "faults", "not run", "not run"]
-    assert found[3].outcome.detail == "the device cannot be opened: no NPU"
+    assert found[3].outcome.detail == "no NPU"
 
 
 def test_what_the_process_of_a_probe_says(emulator):
@@ -166,15 +169,31 @@ def test_errors_name_the_field(capsys, emulator, monkeypatch, arguments, message
     assert status == 2 and err.startswith(f"mla-fx probe: {message}")
 
 
+def _spoken(*, emulated: bool = True) -> list[dict[str, Any]]:
+    """What a process says of all points, both ends of the pipe in this one; few lines, as a pipe has little room."""
+    hear, say = os.pipe()
+    speak(say, 0, POINTS, opened(emulated=emulated))
+    with os.fdopen(hear) as lines:
+        return list(map(json.loads, lines))
+
+
 def test_what_the_process_of_a_probe_says_without_a_device(emulator, monkeypatch):
     def require() -> None:
         raise InputError("backend: ascend needs it")
 
     monkeypatch.setattr(site, "require_torch_npu", require)
-    hear, say = os.pipe()
-    speak(say, 0, POINTS, opened(emulated=False))
-    with os.fdopen(hear) as lines:
-        assert list(map(json.loads, lines)) == [{"error": "backend: ascend needs it"}]
+    assert _spoken(emulated=False) == [{"error": "backend: ascend needs it"}]
+
+
+def test_what_it_says_of_a_device_that_is_dead(emulator, monkeypatch):
+    """Nothing is asked, so that no process is started for each case in vain."""
+    with monkeypatch.context() as patch:
+        patch.setattr(speaking, "fault", lambda: "507011: dead")
+        about, error = _spoken()
+    assert "about" in about and error == {"error": "device: must add numbers: got 507011: dead"}
+    assert attempt(Site((9, 1), emulator), Case("beyond", beyond)).verdict == "refused"  # and the emulated one is dead
+    (error,) = _spoken()
+    assert error["error"].startswith("device: must be possible to open: got 507011")
 
 
 def test_a_device_that_is_not_there_is_an_error_of_the_command(capsys, monkeypatch):
@@ -189,6 +208,13 @@ def test_without_a_device_one_line_says_what_to_do(capsys, emulator):
     status, out, err = command(capsys, "probe")
     assert status == 2 and not out and len(err.splitlines()) == 1
     assert err.startswith("mla-fx probe: backend: ascend needs torch_npu==2.13.0") and "--emulate" in err
+
+
+@pytest.mark.parametrize("example", cli._EXAMPLES["probe"])
+def test_examples_of_the_help_are_commands(example):
+    words = example.split("    ")[0].split()
+    options = cli._parser().parse_args(words[words.index("probe") :])
+    assert options.run is cli._probe and ("--emulate" in words) == options.emulate
 
 
 def test_an_unknown_release_of_cann_is_told():
