@@ -6,6 +6,7 @@ aclnn_transpose_batch_mat_mul.cpp, scatter_pa_kv_cache_tiling.cpp), and that
 8.5.0 takes `active_num` -1 at its word (moe_init_routing_v3_tiling.cpp).
 """
 
+import itertools
 import math
 import os
 
@@ -105,6 +106,20 @@ def _spoilt_by_infinity(lse, parts, update_type, out, merged):
     out[(torch.stack(lse) == math.inf).any(0)] = math.nan
 
 
+def _spoilt_by_minus_infinity(lse, parts, update_type, out, merged):
+    out[(torch.stack(lse) == -math.inf).any(0)] = math.nan
+
+
+def _lse_off_by_one(lse, parts, update_type, out, merged):
+    if update_type == 1:
+        merged.add_(1)
+
+
+def _blind_to_strides(lse, parts, update_type, out, merged):
+    if not parts[0].is_contiguous():
+        out.mul_(2)
+
+
 def _at_most_eight(lse, parts, update_type, out, merged):
     if len(parts) > 8:
         out.copy_(sum(part.float() for part in parts) / len(parts))
@@ -146,6 +161,9 @@ SPOILT = [
     (2, "FusedInferAttentionScoreV4", _lse_in_bits, _all(2)),
     (3, "FusedInferAttentionScoreV4", _lse_in_bits, _all(3)),
     (4, "AttentionUpdate", _spoilt_by_infinity, {"one +inf"}),
+    (4, "AttentionUpdate", _spoilt_by_minus_infinity, {"one -inf", "LSE of the result"}),
+    (4, "AttentionUpdate", _lse_off_by_one, {"LSE of the result"}),
+    (4, "AttentionUpdate", _blind_to_strides, {"strided"}),
     (4, "AttentionUpdate", _at_most_eight, {"9 parts", "17 parts"}),
     (5, "TransposeBatchMatMul", _heads_backwards, _all(5)),
     (6, "ScatterPaKvCache", _slots_from_the_end, {"bf16, slots of -1", "float32 as pairs of bf16"}),
@@ -171,6 +189,33 @@ def test_what_differs_is_seen(emulator, monkeypatch, number, name, spoil, seen):
     assert {case for (_, case), outcome in found.items() if outcome.verdict == "differs"} == seen
     assert {case for (_, case), outcome in found.items() if outcome.verdict == "refused"} <= usual
     assert all(": must be " in outcome.detail for outcome in found.values() if outcome.verdict == "differs")
+
+
+def _attention(emulator, monkeypatch, **other) -> dict[str, Verdict]:
+    """Point 1 with another operator of attention."""
+    name = "aclnnFusedInferAttentionScoreV4"
+    monkeypatch.setitem(emulator._operators, name, evolve(emulator._operators[name], **other))
+    return {case: outcome.verdict for (_, case), outcome in asked(Site((9, 1), emulator), (of(1),)).items()}
+
+
+def test_a_workspace_that_grows_with_lengths_is_seen(emulator, monkeypatch):
+    """Lengths of keys are the seventh argument."""
+    usual = emulator._operators["aclnnFusedInferAttentionScoreV4"].scratch
+    verdicts = _attention(emulator, monkeypatch, scratch=lambda *given: usual(*given) + 64 * max(given[6]))
+    assert [case for case, verdict in verdicts.items() if verdict != "holds"] == ["one workspace for all lengths"]
+
+
+def test_given_results_that_get_something_else_are_seen(emulator, monkeypatch):
+    """The third and fourth call of attention are those of that case, functional and not."""
+    usual, calls = emulator._operators["aclnnFusedInferAttentionScoreV4"].run, itertools.count(1)
+
+    def wrong(*given):
+        usual(*given)
+        if next(calls) == 4:
+            given[-2].mul_(1.1)
+
+    verdicts = _attention(emulator, monkeypatch, run=wrong)
+    assert [case for case, verdict in verdicts.items() if verdict != "holds"] == ["given results and workspace"]
 
 
 def test_streams_that_do_not_wait_are_seen(emulator, monkeypatch):
