@@ -84,7 +84,7 @@ def require_torch_npu() -> None:
     """Import torch_npu; raises `InputError` saying what to install where it is missing or finds no NPU."""
     advice = (
         "backend: ascend needs torch_npu==2.13.0 (pip install 'mla-fx[ascend]') and CANN with an NPU; "
-        "without one, call mla_fx.backends.ascend.emulator.emulate() first"
+        "without one, call mla_fx.backends.ascend.emulator.emulate() first, or give --emulate to a command"
     )
     try:
         import_module("torch_npu")
