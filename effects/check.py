@@ -94,8 +94,8 @@ class _Use:
         return other.seen.get(self.launch.stream, 0) >= self.tick
 
     def __str__(self) -> str:
-        first = (*self.launch.results, *self.launch.operands)[0]  # an op may give nothing
-        return f"{self.launch.op.name} ({first}) on {self.launch.stream}"
+        named = self.launch.results or self.launch.operands
+        return f"{self.launch.op.name} ({named[0]}) on {self.launch.stream}"
 
 
 @define

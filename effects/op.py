@@ -4,10 +4,10 @@ An `Op` holds static parameters only: no tensor, no callable, no backend.  What
 it says of itself are class attributes:
 
     operands      operand -> axes and kind, as in {"recv": "W T N L", "slots": "T int64", "lengths": "B host"}
-    results       names of the results
+    results       names of the results; none where the op is issued for its effect alone, as a prefetch is
     writes        operand -> result: that result is the operand's next version, in the same memory
     views         result -> operand: that result is a view of the operand, in the same memory, and no version of its own
-    uses          workspaces that the op needs for itself while it runs
+    uses          workspaces that the op needs for itself while it runs; a parameter may name one
     communicates  how it meets the other ranks of its `group`: "all_gather", "all_to_all", "all_reduce", or None
 
 Every op reads all its operands, and has at least one.
@@ -40,8 +40,12 @@ class Op:
     results: ClassVar[tuple[str, ...]] = ("out",)
     writes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     views: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    uses: ClassVar[tuple[str, ...]] = ()
     communicates: ClassVar[Meeting | None] = None
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Workspaces that the op needs for itself while it runs."""
+        return ()
 
     @property
     def name(self) -> str:

@@ -34,7 +34,7 @@ def rewrite(step: Step, match: Callable[[Step, Equation], Found | None]) -> Step
     find, or where the last part cannot be issued in the place of all, since something between them needs a part's
     result or touches what a part writes, or writes what a part reads.  Raises `StepError` for parts that are none.
     """
-    place = {equation.results: index for index, equation in enumerate(step.equations)}
+    place = {equation.results: index for index, equation in enumerate(step.equations) if equation.results}
     moves = _Moves(step)
     gone: dict[int, Equation | None] = {}
     for index, equation in enumerate(step.equations):
@@ -121,7 +121,7 @@ def inline(step: Step, keep: Collection[type[Op]] = ()) -> Step:
         for part in parts.equations:
             for name in part.results:
                 if name not in names:
-                    names[name] = free.unused(f"{equation.results[0]}_{name}")
+                    names[name] = free.unused("_".join((*equation.results[:1], name)))
             operands, results = ([names[name] for name in group] for group in (part.operands, part.results))
             equations.append(Equation(part.op, tuple(operands), tuple(results), equation.tag))
     return evolve(step, equations=tuple(equations))

@@ -41,7 +41,7 @@ the caller did with the outputs on main before letting go of them.
 
 import heapq
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Final, Literal
@@ -68,6 +68,8 @@ def schedule(step: Step, given: Orchestration | Callable[[Equation], str], *, mo
     if mode not in ("minimal", "conservative"):
         raise ScheduleError(f"mode must be 'minimal' or 'conservative': got {mode!r}")
     chosen = orchestration(given)
+    for one in chosen.passes:
+        step = one(step)
     launches = [_launch(equation, chosen) for equation in _issue_order(step, _permuted(step, chosen))]
     used = {launch.stream for launch in launches}
     if idle := [stream for stream in chosen.streams if stream not in used]:
@@ -89,8 +91,9 @@ def _permuted(step: Step, chosen: Orchestration) -> tuple[Equation, ...]:
         raise ScheduleError(f"orchestration {chosen.name}: its order must leave {step.name} a step: {error}") from error
     if ordered is step:
         return step.equations
-    # Names of results are unique in a step, so equal sets of equations are permutations.
-    if not isinstance(ordered, Step) or _around(ordered) != _around(step) or {*ordered.equations} != {*step.equations}:
+    # Equations without results may be there twice.
+    permuted = isinstance(ordered, Step) and Counter(ordered.equations) == Counter(step.equations)
+    if not permuted or _around(ordered) != _around(step):
         raise ScheduleError(f"orchestration {chosen.name}: its order must permute the equations of {step.name} only")
     return ordered.equations
 

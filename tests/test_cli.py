@@ -56,6 +56,10 @@ def test_decode_stays_near_the_reference(capsys, dtype, limit, orchestration):
         ("--interleave", "4", "--block-size", "8", "--ranks", "8", "--prompt", "70"),
         ("--new-tokens", "3", "--replicate-query", "--mode", "conservative"),
         ("--adversary", "11", "--ranks", "1", "--prompt", "1"),
+        ("--orchestration", "batch-pipelined", "--project-before-merge"),
+        ("--orchestration", "dual-batch", "--new-tokens", "2"),
+        ("--orchestration", "shared-experts-aside"),
+        ("--orchestration", "prefetch"),
     ],
     ids=" ".join,
 )
@@ -192,6 +196,16 @@ def test_check(capsys):
     assert "not legal: " in out
 
 
+def test_check_every_orchestration(capsys):
+    """Each makes of the step what it wants of it."""
+    for name in orchestrations.NAMED:
+        for options in (("--layers", "4"), ("--replicate-query", "--project-before-merge", "--layers", "4")):
+            status, out, _ = run(capsys, "check", "--orchestration", name, *options)
+            assert status == 0 and out.startswith("legal: ")
+    status, out, _ = run(capsys, "show", "--orchestration", "batch-pipelined", "--step")
+    assert status == 0 and "    # attention.batch.1.query\n" in out and "batch[1].positions" in out
+
+
 MINE = """
 from mla_fx.effects import Aval, Input, Launch, Orchestration, Program, ops
 
@@ -233,7 +247,20 @@ def test_an_orchestration_and_a_program_of_ones_own(capsys, mine):
         (("check", "--ranks", "3"), "num_attention_heads: must be a multiple of the ranks, 3: got 128"),
         (
             ("show", "--orchestration", "fast"),
-            "--orchestration: must be one of serial, exchange-aside, attention-aside",
+            "--orchestration: must be one of serial, exchange-aside, attention-aside, shared-experts-aside, "
+            "batch-pipelined, dual-batch, prefetch or module:name: got 'fast'",
+        ),
+        (
+            ("show", "--orchestration", "dual-batch"),
+            "--orchestration: dual-batch splits whole layers: must come with --la",
+        ),
+        (
+            ("show", "--orchestration", "shared-experts-aside"),
+            "orchestration shared-experts-aside: each of its streams must be given an equation of attention_step",
+        ),
+        (
+            ("show", "--orchestration", "batch-pipelined", "--tokens", "1"),
+            "tokens: must be at least 2 to be split into micro-batches: got 1",
         ),
         (("show", "--orchestration", "nowhere:fast"), "--orchestration: must be module:name of something that can be"),
         (("check", "--program", "mine:number"), "--program: must be a Program: got int"),
@@ -262,7 +289,7 @@ def test_argument_errors(capsys):
     assert "argument --ranks: must be an integer of at least 1: got 'zero'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["decode", "generate", "show", "check"])
+@pytest.mark.parametrize("command", ["decode", "generate", "show", "check", "probe"])
 def test_help_is_worth_reading(capsys, command):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
@@ -273,7 +300,8 @@ def test_help_is_worth_reading(capsys, command):
         assert line.startswith(command)
 
 
-COMMANDS = [line.split("    ")[0] for examples in cli._EXAMPLES.values() for line in examples]
+#: Those of the probe are for an NPU, or many processes; `tests/backends/ascend/test_probe_command.py` has what can run.
+COMMANDS = [line.split("    ")[0] for name in cli._EXAMPLES if name != "probe" for line in cli._EXAMPLES[name]]
 COMMANDS += [
     f"mla-fx decode {found}" for found in re.findall(r'make decode ARGS="(.*?)"', (ROOT / "README.md").read_text())
 ]

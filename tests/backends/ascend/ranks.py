@@ -1,6 +1,11 @@
 """What a rank of a group of processes does in a test: functions of a member, run by `tests.processes`."""
 
+import contextlib
+import io
 import os
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -8,8 +13,12 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends import device
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.effects import Op, schedule
+from mla_fx.backends.ascend.probe import POINTS, Case, Found, Outcome, Point, Site
+from mla_fx.backends.ascend.probe.run import run
+from mla_fx.backends.ascend.probe.site import grouped
+from mla_fx.effects import InputError, Op, schedule
 from tests.backends.ascend.conftest import program_of
 from tests.backends.ascend.steps import setup
 from tests.ops.conftest import aval
@@ -20,6 +29,7 @@ def start(member: Member, *, seed: int = 0, patience: int = 90) -> tuple[Machine
     """The device, and the group after its first collective, which makes the communicator."""
     os.environ["HCCL_EXEC_TIMEOUT"] = str(patience)
     machine, group = emulate(seed=seed), member.join("hccl")
+    device("npu")
     total = torch.ones(1, device="npu")
     dist.all_reduce(total)
     assert total.item() == member.ranks
@@ -30,6 +40,14 @@ def host(tree: Any) -> list[torch.Tensor]:
     return [leaf.cpu() for leaf in pytree.tree_leaves(tree)]
 
 
+def printed(member: Member, *, code: str) -> str:
+    """What code prints, in a process of its own that has loaded the emulated CANN."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
 def decode(
     member: Member, *, sizes: dict[str, Any], dtype: str, orchestration: str, seeds: int, together: int = 0
 ) -> list[list[torch.Tensor]]:
@@ -37,7 +55,7 @@ def decode(
     machine, group = (emulate(), None) if together else start(member)
     ranks = together or member.ranks
     given = setup(dtype, ranks=ranks, **sizes)
-    backend = backends.get("ascend", ranks=ranks, group=group)
+    backend = backends.get("ascend", ranks=ranks, **({} if together else {"group": group}))
     run = given.compiled(backend, schedule(given.step, orchestrations.NAMED[orchestration]))
     own = backend.put([[argument[rank] for rank in backend.here] for argument in given.arguments()])
     found = []
@@ -64,20 +82,48 @@ def steps(member: Member, *, dtype: str, queries: list[tuple[int, ...]]) -> list
     return host(outs)
 
 
-def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...]]) -> Any:
-    """One op in a program of its own, on this rank's `operands`: its results, and the collectives that ran."""
+def collectives(member: Member, *, asked: list[tuple[Op, list[tuple[torch.Tensor, ...]]]]) -> list[Any]:
+    """Ops, each in a program of its own, on this rank's operands: results, and the collectives that ran."""
     machine, group = start(member, seed=member.rank)
+    backend, found = backends.get("ascend", ranks=member.ranks, group=group), []
+    for number, (op, operands) in enumerate(asked):
+        own = operands[member.rank]
+        run = backend.compile(program_of(op, map(aval, own)))
+        given = [[backend.put(x)] for x in own]
+        with machine.tracing() as trace:
+            results = [out for (out,) in run(*given)]
+            assert machine.ran() == 0, "the host waited"
+            member.tell(f"rank {member.rank} has issued {number}")
+            for rank in range(member.ranks):  # so that no peer waits long enough for help
+                member.hear(f"rank {rank} has issued {number}")
+        found.append((host(results), [task for task in trace if task.kind == "collective"]))
+    return found
+
+
+def places(member: Member) -> dict[str, Any]:
+    """Where a process is before its backend is made and after, and where its memory, constants and streams are."""
+    emulate()
+    before, group = torch.npu.current_device(), member.join("hccl")
+    given = setup("bf16", ranks=member.ranks)
     backend = backends.get("ascend", ranks=member.ranks, group=group)
-    own = operands[member.rank]
-    run = backend.compile(program_of(op, map(aval, own)))
-    given = [[backend.put(x)] for x in own]
-    with machine.tracing() as trace:
-        results = [out for (out,) in run(*given)]
-        assert machine.ran() == 0, "the host waited"
-        member.tell(f"rank {member.rank} has issued")
-        for rank in range(member.ranks):  # so that no peer waits long enough for help
-            member.hear(f"rank {rank} has issued")
-    return host(results), [task for task in trace if task.kind == "collective"]
+    run = given.compiled(backend, schedule(given.step, orchestrations.attention_aside))
+    ((out,), caches) = run(*backend.put([[argument[member.rank]] for argument in given.arguments()]))
+    held = [*backend.device.constants.values(), *(of.memory for of in backend.device.scratch.values())]
+    found = {leaf.device.index for leaf in (out, *pytree.tree_leaves(caches), *held)}
+    streams = {stream.device.index for stream in backend.device.streams.values()}
+    return {"before": before, "after": torch.npu.current_device(), "found": found | streams, "out": out.cpu()}
+
+
+def no_device(member: Member, *, told: str) -> str:
+    """What is said of a number that no device has."""
+    os.environ["LOCAL_RANK"] = told
+    emulate()
+    try:
+        backends.get("ascend")
+    except InputError as error:
+        assert torch.npu.current_device() == 0
+        return str(error)
+    return ""
 
 
 # --- the group itself ------------------------------------------------------------
@@ -112,11 +158,12 @@ def transports(member: Member) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in found.items()}
 
 
-def sums(member: Member, *, operands: list[torch.Tensor]) -> torch.Tensor:
+def sums(member: Member, *, operands: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     start(member, seed=member.rank)
-    total = operands[member.rank].npu()
-    dist.all_reduce(total)
-    return total.cpu()
+    totals = [given[member.rank].npu() for given in operands]
+    for total in totals:
+        dist.all_reduce(total)
+    return host(totals)
 
 
 def overwritten(member: Member, *, seeds: int, waits: bool) -> list[float]:
@@ -239,3 +286,48 @@ def recovered(member: Member) -> list[str]:
             messages.append(str(error))
             machine.recover()
     return messages
+
+
+# --- what a probe asks of a group --------------------------------------------------
+
+
+def probe(member: Member, *, last: str) -> list[Found]:
+    """Points 11 and 12; the last rank is "well", "tidy", "refuses" to add or has "died" before."""
+    emulate(seed=member.rank)
+    member.join("gloo")
+    how = last if member.rank == member.ranks - 1 else "well"
+    if how == "tidy":
+        _tidy()
+    if how == "refuses":
+        dist.all_reduce = partial(_refused, dist.all_reduce, count(1))
+    first = Case("first", _beyond if how == "died" else lambda site: Outcome("holds"))
+    return list(run(grouped(Site((9, 1))), [Point(1, "", "", (first,), lambda found, cann: ""), *POINTS[10:12]]))
+
+
+def _beyond(site: Site) -> Outcome:
+    torch.index_select(torch.zeros(3).npu(), 0, torch.tensor([99]).npu())
+    return Outcome("holds")
+
+
+def _refused(add: Any, calls: Iterator[int], total: torch.Tensor, **how: Any) -> None:
+    """The last of a case's three sums, and none that another rank waits for."""
+    add(total, **how)
+    if next(calls) % 3 == 0:
+        raise RuntimeError("not so")
+
+
+def _tidy() -> None:
+    """Take bits for numbers, and round sums another way."""
+    for name in ("all_gather_single", "all_to_all_single"):
+        setattr(dist, name, partial(_numbers, getattr(dist, name)))
+    dist.all_reduce = partial(_rounded, dist.all_reduce)
+
+
+def _numbers(move: Any, found: torch.Tensor, sent: torch.Tensor, **how: Any) -> None:
+    move(found, sent, **how)
+    found.view(torch.bfloat16).copy_(found.view(torch.bfloat16).float())
+
+
+def _rounded(add: Any, total: torch.Tensor, **how: Any) -> None:
+    add(total, **how)
+    total[-1:].mul_(1 + 2**-7)

@@ -7,7 +7,7 @@ from mla_fx import backends, orchestrations
 from mla_fx.backends import RunError, device
 from mla_fx.effects import InputError, LawError, Wait, ops, schedule
 from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
-from tests.setups import Setup
+from tests.setups import ANYWHERE, Setup
 
 pytestmark = pytest.mark.usefixtures("emulator")
 #: Several roundings in a row, each relative to values of size 1.
@@ -25,7 +25,7 @@ def verify(given: Setup, orchestration: str, **batch) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+@pytest.mark.parametrize("orchestration", ANYWHERE)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_against_the_reference(dtype, orchestration, ranks):
     verify(setup(dtype, ranks=ranks), orchestration)
