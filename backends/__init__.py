@@ -53,23 +53,31 @@ NAMED: Final[Mapping[str, Callable[[World, int | None], Backend]]] = MappingProx
 )
 
 
-def get(name: str, *, ranks: int = 1, adversary: int | None = None, group: Any = None) -> Backend:
+#: No group: `dist.group.WORLD` is None before there is one.
+_ALONE: Final[Any] = object()
+
+
+def get(name: str, *, ranks: int = 1, adversary: int | None = None, group: Any = _ALONE) -> Backend:
     """The backend called `name`, running all `ranks` ranks in this process.
 
     With `group`, a group of `torch.distributed` whose size is `ranks` (on
     `ascend` made with "hccl", on the host with "gloo"), the process runs its
     own rank only: arguments are lists of one entry, and so are results.
+    On `ascend` and `cuda` it takes the device of number LOCAL_RANK, which
+    torchrun sets, and without that the current one; the first backend of a
+    process decides, so it is made before the first collective.
 
     `adversary` is a seed: streams then run late and interleaved at random,
     memory is NaN until written and reused as early as the law allows.  The
     same seed gives the same interleaving.  On `ascend` that is for the emulator
     to do (`mla_fx.backends.ascend.emulator`).  Raises `InputError` for an
-    unknown name, for `ascend` where torch_npu is missing or finds no NPU, and
-    for `cuda` where torch finds no NVIDIA GPU.
+    unknown name, for what is no group or one of other processes, for `ascend`
+    where torch_npu is missing or finds no NPU, for `cuda` where torch finds no
+    NVIDIA GPU, and where there is no device of that number.
     """
     if name not in NAMED:
         raise InputError(f"backend: must be one of {', '.join(NAMED)}: got {name!r}")
-    if group is None:
+    if group is _ALONE:
         return NAMED[name](InProcess(ranks), adversary)
     world = Processes(group)
     if world.size != ranks:

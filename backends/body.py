@@ -30,8 +30,9 @@ from mla_fx.effects.passes import definition
 if TYPE_CHECKING:
     from mla_fx.backends.backend import Backend
 
-#: A function, what it takes out of the list of values, where its results go, and the places to empty behind it.
-Row = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], slice, tuple[int, ...]]
+#: A function, what it takes out of the list of values, where its one result goes (most have one, and an index costs a
+#: third of a slice), where its results go, and the places to empty behind it.
+Row = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], int | None, slice, tuple[int, ...]]
 
 
 class RunError(RuntimeError):
@@ -86,17 +87,17 @@ def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int)
     step = definition(op, avals)
     found = step.avals()
     place = {put.name: k for k, put in enumerate(step.inputs)}
-    rows: list[Row] = []
+    rows = []
     for part in step.equations:
         rule = forming_rule(backend, part.op, [found[name] for name in part.operands], rank)
         take = _take([place[name] for name in part.operands])
-        rows.append((rule, take, slice(len(place), len(place) + len(part.results)), ()))
+        rows.append((rule, take, slice(len(place), len(place) + len(part.results))))
         place.update({name: len(place) + k for k, name in enumerate(part.results)})
     outputs = _take([place[name] for name in step.outputs])
 
     def whole(*operands: Any) -> Sequence[Any]:
         values = [*operands, *[None] * (len(place) - len(operands))]
-        for function, take, put, _ in rows:
+        for function, take, put in rows:
             values[put] = function(*take(values))
         return tuple(outputs(values))
 
@@ -173,12 +174,15 @@ class Body:
         rows = iter(self.rows)
         try:
             if self.proven[0]:
-                for function, take, put, empty in rows:
-                    values[put] = function(*take(values))
+                for function, take, at, put, empty in rows:
+                    if at is None:
+                        values[put] = function(*take(values))
+                    else:
+                        (values[at],) = function(*take(values))
                     for place in empty:
                         values[place] = None
             else:
-                for number, (function, take, put, empty) in enumerate(rows):
+                for number, (function, take, _, put, empty) in enumerate(rows):
                     values[put] = self._held(number, function, take(values))
                     for place in empty:
                         values[place] = None
@@ -233,10 +237,15 @@ class Writer:
     free: dict[int, list[int]] = field(factory=lambda: defaultdict(list))  # size -> where such room has been emptied
     held: dict[int, list[int]] = field(factory=dict)  # place -> start, size and full places of its room
     avals: Mapping[str, Aval] = field(init=False)
+    root: Mapping[str, str] = field(init=False)  # value -> the value in whose memory it lies
+    lies: Mapping[str, list[str]] = field(init=False)  # that value -> all in its memory
     parameters: Mapping[str, Input] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.avals = self.program.avals()
+        self.avals, self.root = self.program.avals(), self.program.memory()
+        self.lies = defaultdict(list)
+        for name, memory in self.root.items():
+            self.lies[memory].append(name)
         self.parameters = {put.name: put for put in self.program.inputs if put.role == "parameter"}
 
     def write(self) -> Body:
@@ -291,7 +300,8 @@ class Writer:
         if taken not in self.takes:
             self.takes[taken] = _take(taken)
         span = (put[0], put[-1] + 1) if put else (0, 0)
-        self.rows.append((function, self.takes[taken], self.puts.setdefault(span, slice(*span)), ()))
+        at = put[0] if len(put) == 1 else None
+        self.rows.append((function, self.takes[taken], at, self.puts.setdefault(span, slice(*span)), ()))
         self.of.append((launch, rank))
 
     def effect(self, effect: Launch | Stage | Record | Wait | Keep | Drop) -> None:
@@ -359,12 +369,13 @@ class Writer:
         return self.by_form[name, form][self.backend.here.index(rank)], None
 
     def drop(self, drop: Drop) -> None:
-        """Empty a value's places behind the row before."""
+        """Empty the places of all that lies in a value's memory behind the row before: any of them would hold it."""
         if not self.rows:
             self.row(lambda: (), ())
-        places = [self.place[drop.value, rank] for rank in self.backend.here]
-        function, take, put, empty = self.rows[-1]
-        self.rows[-1] = (function, take, put, (*empty, *places))
+        names, ranks = self.lies[self.root[drop.value]], self.backend.here
+        places = [self.place[name, rank] for name in names for rank in ranks if (name, rank) in self.place]
+        *row, empty = self.rows[-1]
+        self.rows[-1] = (*row, (*empty, *places))  # type: ignore[assignment]
         for room in (self.held.pop(place) for place in places if place in self.held):
             at, count, _ = room
             room[2] -= 1

@@ -11,6 +11,7 @@ The host is a device without streams: one thread runs in issue order, which is
 a legal order.
 """
 
+import os
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any, Final
@@ -25,21 +26,25 @@ from mla_fx.effects import MAIN, InputError
 class Scratch:
     """Memory that the operators of one rank share, each only while it runs; programs keep them in order.
 
-    It grows to what the largest of them asks for.  What it outgrew is kept,
-    since an operator that is still running may be using it.
+    One block for all programs, as large as the largest of them asks for.  Where a program needs more than those before
+    it, its first step waits for the device, since an operator that still runs may be using what was outgrown.
     """
 
-    held: list[torch.Tensor] = field(factory=list)
+    device: "Device"
+    memory: torch.Tensor | None = None
     known: set[Hashable] = field(factory=set)
 
-    def room(self, need: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Memory for an operator; `make` allocates what it needs at most, asked once for every `need`."""
-        if need not in self.known:
+    def room(self, need: Hashable, size: Callable[[], int]) -> torch.Tensor:
+        """Memory for an operator; `size` says how many bytes it needs at most, asked once for every `need`."""
+        if need not in self.known or self.memory is None:
+            count = size()
+            if self.memory is None or count > self.memory.nbytes:
+                if self.memory is not None and self.device.has_streams:
+                    self.device.module.synchronize()
+                self.memory = None  # before the larger one is made
+                self.memory = torch.empty(count, dtype=torch.uint8, device=self.device.kind)
             self.known.add(need)
-            made = make()
-            if not self.held or made.nbytes > self.held[-1].nbytes:
-                self.held.append(made)
-        return self.held[-1]
+        return self.memory
 
 
 @define(eq=False)
@@ -143,11 +148,38 @@ def _handle(stream: Any) -> Any:
 _OWNED: Final[dict[str, Device]] = {}
 
 
+#: What keeps all devices but some out of a process's sight.
+_IN_SIGHT: Final = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+
+
 def device(kind: str) -> Device:
-    """The device of this kind that the process has."""
+    """The device of this kind that the process has.
+
+    It becomes the current one when it is first asked for: number LOCAL_RANK, as torchrun numbers the processes of a
+    machine, or, where there is no LOCAL_RANK, the one that is current.  Raises `InputError` where there is none of
+    that number.
+    """
     if kind not in _OWNED:
-        _OWNED[kind] = Device(kind, None if kind == "cpu" else torch.get_device_module(kind))
+        module = None if kind == "cpu" else torch.get_device_module(kind)
+        if module is not None:
+            take_own(kind, module)
+        _OWNED[kind] = Device(kind, module)
     return _OWNED[kind]
+
+
+def take_own(kind: str, module: Any) -> None:
+    """Make the process's own device of a kind the current one; see `device`."""
+    told = os.environ.get("LOCAL_RANK")
+    if told is None:
+        return
+    if not told.isdecimal():
+        raise InputError(f"LOCAL_RANK: must be the number of a process on its machine, from 0: got {told!r}")
+    rank, count = int(told), module.device_count()
+    if count == 1 and os.environ.get(_IN_SIGHT.get(kind, "")):
+        return  # whoever started it has given it its own
+    if rank >= count:
+        raise InputError(f"LOCAL_RANK: must be below the number of {kind} devices in sight, {count}: got {rank}")
+    module.set_device(rank)
 
 
 #: The host.
@@ -163,7 +195,7 @@ class Run:
 
     def scratch(self, name: str) -> Scratch:
         """The workspace of this rank that an op `uses`."""
-        return self.device.scratch.setdefault((self.rank, name), Scratch())
+        return self.device.scratch.setdefault((self.rank, name), Scratch(self.device))
 
     def constant(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor that never changes: see `Device.constant`."""

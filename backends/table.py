@@ -6,9 +6,10 @@ A rule has one signature on every backend:
 
 Operands are tensors (host integers: tuples), by position; `run` says where it
 runs (`mla_fx.backends.device.Run`); parameters are the fields of the op, by
-keyword.  Results are a tuple of new tensors, contiguous, none of them a view
-of an operand; a result that is an operand's next version is that operand,
-written in place.  A rule creates no stream and no event, and waits for nothing.
+keyword.  Results are a tuple of new tensors, contiguous, each in memory of its
+own; a result that is an operand's next version is that operand, written in
+place, and one that the op declares a view of an operand lies in it.  A rule
+creates no stream and no event, and waits for nothing.
 
 A collective is two of them with the transport between, which is the world's
 (`mla_fx.backends.world`):

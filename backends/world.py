@@ -89,7 +89,13 @@ class Processes:
 
     @group.validator
     def _member(self, attribute: Any, value: Any) -> None:
-        if dist.get_rank(value) < 0:
+        outside = dist.is_available() and value == dist.GroupMember.NON_GROUP_MEMBER
+        if not outside and not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+            raise InputError(
+                "group: must be a group of torch.distributed, as dist.group.WORLD is after init_process_group: got "
+                f"{value!r}"
+            )
+        if outside or dist.get_rank(value) < 0:
             raise InputError("group: this process must be a rank of it: got one of others")
 
     @property

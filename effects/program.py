@@ -159,7 +159,8 @@ class Program:
         return avals_of(self.inputs, self.launches)
 
     def memory(self) -> dict[str, str]:
-        """For every value, the value in whose memory it lies: itself, or the first version of its state."""
+        """For every value, the value in whose memory it lies: itself, the first version of its state, or what it is a
+        view of."""
         return memory_of((put.name for put in self.inputs), self.launches)
 
     def states(self) -> tuple[str, ...]:
@@ -169,8 +170,10 @@ class Program:
         return tuple(put.name for put in self.inputs if put.name in written)
 
     def home(self) -> dict[str, str]:
-        """For every value that a launch allocates, the stream it is allocated on."""
-        return {name: launch.stream for launch in self.launches for name in launch.results}
+        """For every value in memory that a launch allocates, the stream it is allocated on."""
+        root = self.memory()
+        made = {name: launch.stream for launch in self.launches for name in launch.results}
+        return {name: made[memory] for name, memory in root.items() if memory in made}
 
     def __iter__(self) -> Iterator[Effect]:
         return iter(self.effects)

@@ -361,10 +361,23 @@ def _with_states(inputs: tuple[Input, ...], equations: Iterable[Equation]) -> tu
 
 
 def memory_of(inputs: Iterable[str], equations: Iterable[Applied]) -> dict[str, str]:
-    """For every value, the value in whose memory it lies: an op that writes a state returns it in the same memory."""
+    """For every value, the value in whose memory it lies: an op returns a state that it writes, and what it gives a
+    view of, in the same memory."""
     root = {name: name for name in inputs}
     for equation in equations:
         root.update((name, name) for name in equation.results)
         for position, result in equation.op.written().items():
             root[equation.results[result]] = root[equation.operands[position]]
+        for result, position in equation.op.viewed().items():
+            root[equation.results[result]] = root[equation.operands[position]]
     return root
+
+
+def versions_of(inputs: Iterable[str], equations: Iterable[Applied]) -> dict[str, str]:
+    """For every value, the value whose content it shows: itself, or for a view what it is a view of."""
+    shown = {name: name for name in inputs}
+    for equation in equations:
+        shown.update((name, name) for name in equation.results)
+        for result, position in equation.op.viewed().items():
+            shown[equation.results[result]] = shown[equation.operands[position]]
+    return shown

@@ -71,8 +71,10 @@ _SHOW = """
 Print the program of an orchestration: what is staged, launches with their
 streams, and the records, waits, keeps and drops derived for them, numbered.
 --step prints the step instead, before anything is scheduled: inputs, equations
-by scope, outputs, with all shapes; --ops what each op takes and gives.  Sizes are those of DeepSeek-V3 unless
---model names a checkpoint directory.
+by scope, outputs, with all shapes; --ops what each op takes and gives.  --cost
+prints what the program costs on paper: launches, events, keeps, bytes on the
+wire, memory; --costs the same of all named orchestrations, as a table.  Sizes
+are those of DeepSeek-V3 unless --model names a checkpoint directory.
 """
 _CHECK = """
 Say whether a program is legal: the program of an orchestration, of yours
@@ -97,6 +99,7 @@ _EXAMPLES = {
         "mla-fx show --orchestration exchange-aside --mode conservative",
         "mla-fx show --layers 4",
         "mla-fx show --step        what is scheduled",
+        "mla-fx show --cost --layers 61        what it costs on paper",
         "mla-fx show --ops        what a step can be made of",
         "mla-fx show --ranks 2 --device-trace        what an emulated Ascend gets to do",
     ],
@@ -159,6 +162,10 @@ def _parser() -> argparse.ArgumentParser:
         "--device-trace", action="store_true", help="run one step on the emulated Ascend and print what reached it"
     )
     show.add_argument("--step", action="store_true", help="print the step instead, before it is scheduled")
+    show.add_argument("--cost", action="store_true", help="print what the program costs on paper instead")
+    show.add_argument(
+        "--costs", action="store_true", help="print a table of what all named orchestrations cost instead"
+    )
     show.add_argument("--ops", action="store_true", help="print the table of all ops instead")
     show.add_argument("--seed", type=int, default=0, help="of the emulated device (default 0)")
     check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
@@ -345,15 +352,31 @@ def _program(options: argparse.Namespace, step: Step) -> Program:
     return schedule(step, chosen_orchestration(options.orchestration), mode=options.mode)
 
 
+def _named_program(options: argparse.Namespace, name: str) -> Program:
+    """The program that the same options give with another orchestration."""
+    other = argparse.Namespace(**{**vars(options), "orchestration": name})
+    return _program(other, _step(other)[2])
+
+
 def _show(options: argparse.Namespace) -> int:
     if options.ops:
         print(ops.listing())
+        return 0
+    if options.costs:
+        from mla_fx.cli_cost import table
+
+        print(table((name, _named_program(options, name)) for name in orchestrations.NAMED))
         return 0
     config, shape, step = _step(options)
     if options.step:
         print(step)
         return 0
     program = _program(options, step)
+    if options.cost:
+        from mla_fx.cli_cost import report
+
+        print(report(program))
+        return 0
     if options.device_trace:
         from mla_fx.cli_trace import device_trace
 

@@ -5,6 +5,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long random runs")
+    parser.addoption("--cann", default="9.1", help="the release of CANN that tests/backends/ascend emulates")
     parser.addoption("--packaging", action="store_true", help="build and install the package in several ways")
 
 

@@ -90,9 +90,9 @@ class Nursery:
 
 
 @contextmanager
-def nursery(*, emulated: bool) -> Iterator[Nursery]:
-    """A process to fork from; `emulated`: with torch_npu over the emulated CANN."""
-    command = [sys.executable, "-c", f"from tests.processes import main; main(emulated={emulated})"]
+def nursery(*, emulated: str | None = None) -> Iterator[Nursery]:
+    """A process to fork from; `emulated`: with torch_npu over that release of the emulated CANN."""
+    command = [sys.executable, "-c", f"from tests.processes import main; main(emulated={emulated!r})"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)  # type: ignore[call-overload]
@@ -130,6 +130,7 @@ def _fork(function: Callable[..., Any], member: Member, given: dict[str, Any]) -
     if process:
         os.close(writing)
         return _Child(process, reading)
+    os.environ["LOCAL_RANK"] = str(member.rank)  # as torchrun does
     try:
         said = pickle.dumps((function(member, **given), None))
     except BaseException:
@@ -171,14 +172,14 @@ def _serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
-def main(*, emulated: bool) -> None:
+def main(*, emulated: str | None) -> None:
     """Load, then fork on demand."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints is no answer
     if emulated:
         from mla_fx.backends.ascend import emulator
 
-        emulator.load()
+        emulator.load(cann=emulated)
     torch.set_num_threads(1)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     _serve(sys.stdin.buffer, answers)

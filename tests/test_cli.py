@@ -149,6 +149,34 @@ def test_show_the_step(capsys):
     assert "record" not in out and "main" not in out
 
 
+def test_show_the_cost(capsys):
+    """Of one layer's attention by hand: T = 4, N = 16, L + R = 576, H = 128, L = 512 and an LSE, D = 7168; bf16."""
+    status, out, _ = run(capsys, "show", "--cost")
+    assert status == 0
+    gathered, exchanged = 7 * 4 * 16 * 576 * 2, 7 * 4 * 128 * (512 * 2 + 4) // 8
+    reduced = 2 * 7 * 4 * 7168 * 2 // 8
+    sent = f"  gather_heads {gathered:,}, all_to_all {exchanged:,}, all_reduce {reduced:,}"
+    assert out.splitlines()[:4] == [
+        "19 launches, of which 18 run one after the other in every execution",
+        "2 records, 2 waits, 0 keeps",
+        f"each rank sends {gathered + exchanged + reduced:,} bytes over the wire, and receives as many",
+        sent,
+    ]
+    _, out, _ = run(capsys, "show", "--cost", "--layers", "5")
+    both = f"{gathered:,}, all_to_all {exchanged:,}, all_reduce {2 * reduced:,}; "
+    assert f"  each of layers.0 to layers.4: gather_heads {both}" in out and "  outside of layers: all_reduce" in out
+
+
+def test_show_what_all_orchestrations_cost(capsys):
+    status, out, _ = run(capsys, "show", "--costs", "--layers", "1", "--mode", "conservative")
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines()]
+    assert status == 0 and rows[0][:2] == ["orchestration", "launches"]
+    found = {row[0].strip("`"): row for row in rows[2:]}
+    assert list(found) == list(orchestrations.NAMED)
+    assert found["serial"][1] == found["serial"][2] and found["serial"][3:5] == ["0", "0"]
+    assert int(found["attention-aside"][4]) > 0  # what crosses streams is kept
+
+
 def test_show_a_checkpoints_program(capsys, tmp_path):
     write_checkpoint(tmp_path, small_config())
     status, out, _ = run(capsys, "show", "--model", str(tmp_path), "--ranks", "2")

@@ -1,6 +1,7 @@
 """Direction of imports: effects <- mla_fx <- models; only the edges choose a backend; nobody asks for torch_npu."""
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ def at_import_time(tree: ast.Module) -> Iterator[str]:
             stack += ast.iter_child_nodes(node)
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 

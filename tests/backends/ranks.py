@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...
 
 def refusals(member: Member) -> list[str]:
     """What is said of wrong use."""
+    early = [
+        refused(lambda group=group: backends.get("cpu", ranks=2, group=group)) for group in (dist.group.WORLD, "x")
+    ]
     group, setup = member.join("gloo"), Setup(ranks=member.ranks)
     run = setup.compiled(backends.get("cpu", ranks=2, group=group), schedule(setup.step, orchestrations.serial))
     wrong: list[Any] = [
@@ -48,13 +52,16 @@ def refusals(member: Member) -> list[str]:
         lambda: backends.get("cpu", ranks=2, adversary=5, group=group),
         lambda: run(*setup.arguments()),
     ]
-    messages = []
-    for use in wrong:
-        try:
-            use()
-        except InputError as error:
-            messages.append(str(error))
-    return messages
+    return [*early, *map(refused, wrong)]
+
+
+def refused(use: Callable[[], Any]) -> str:
+    """The message of an `InputError`."""
+    try:
+        use()
+    except InputError as error:
+        return str(error)
+    return "taken"
 
 
 def stranger(member: Member) -> None:

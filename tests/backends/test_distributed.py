@@ -19,7 +19,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Nursery]:
-    with nursery(emulated=False) as made:
+    with nursery() as made:
         yield made
 
 
@@ -64,9 +64,12 @@ def test_what_moves_arrives_bit_for_bit(processes, dtype):
 
 
 def test_what_is_refused(processes):
-    """A group of another size, an adversary, and arguments of all ranks where one runs."""
+    """The group before there is one and its name, another size, an adversary, arguments of all ranks where one runs."""
+    what = "group: must be a group of torch.distributed, as dist.group.WORLD is after init_process_group"
     for messages in processes.run(do.refusals, ranks=2):
         assert messages == [
+            f"{what}: got None",
+            f"{what}: got 'x'",
             "ranks: must be the size of the group, 2: got 3",
             "adversary: it plays all ranks on the host: got seed 5 for 1 of 2 ranks on cpu",
             "cache: must be a sequence with one entry for each of 1 ranks: got list of 2",

@@ -1,14 +1,17 @@
 """What programs become on streams, held against a device module that only writes down what it is asked."""
 
+import re
+import sys
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from attrs import frozen
 
-from mla_fx.backends import Collective, Device, Run, RunError
+from mla_fx.backends import Collective, Device, Run, RunError, device
 from mla_fx.backends.device import Scratch
 from mla_fx.backends.staging import Staging
 from mla_fx.effects import Aval, Drop, Group, Input, InputError, Keep, Launch, Op, Program, Record, Stage, Wait
@@ -343,15 +346,55 @@ def test_a_buffer_is_of_the_memory_of_the_stream_that_sends(machine):
 
 
 def test_scratch_is_the_largest_that_was_asked_for():
-    scratch, made = Scratch(), []
+    scratch, asked = Scratch(Device("cpu")), []
 
-    def make(size: int) -> torch.Tensor:
-        made.append(size)
-        return torch.empty(size)
+    def need(size: int) -> int:
+        asked.append(size)
+        return size
 
-    sizes = [scratch.room(size, lambda size=size: make(size)).numel() for size in (4, 9, 4, 9, 2)]
-    assert sizes == [4, 9, 9, 9, 9] and made == [4, 9, 2]
-    assert [held.numel() for held in scratch.held] == [4, 9]  # the outgrown one may still be in use
+    sizes = [scratch.room(size, lambda size=size: need(size)).nbytes for size in (4, 9, 4, 9, 2)]
+    assert sizes == [4, 9, 9, 9, 9] and asked == [4, 9, 2]
+
+
+def test_scratch_that_grows_waits_for_what_may_be_using_the_old():
+    """And for nothing else: what is large enough is handed out at once."""
+    waits: list[int] = []
+    scratch = Scratch(Device("cpu", SimpleNamespace(synchronize=lambda: waits.append(before() is not None))))
+    before, counts = weakref.ref(scratch.room("a", lambda: 4)), []
+    for need, size in (("b", 3), ("c", 9), ("b", 3), ("d", 9)):
+        scratch.room(need, lambda size=size: size)
+        counts.append(len(waits))
+    assert counts == [0, 1, 1, 1] and waits == [True] and before() is None
+
+
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
+@pytest.mark.parametrize(
+    ("told", "count", "in_sight", "taken"),
+    [
+        (None, 8, None, []),
+        ("3", 8, None, [3]),
+        ("0", 1, None, [0]),
+        ("3", 1, "3", []),  # the one that it was given sight of
+        ("3", 1, None, "LOCAL_RANK: must be below the number of {} devices in sight, 1: got 3"),
+        ("3", 2, "0,1", "LOCAL_RANK: must be below the number of {} devices in sight, 2: got 3"),
+        ("-1", 8, None, "LOCAL_RANK: must be the number of a process on its machine, from 0: got '-1'"),
+    ],
+)
+def test_the_device_of_a_process(monkeypatch, kind, told, count, in_sight, taken):
+    set_to: list[int] = []
+    module = SimpleNamespace(device_count=lambda: count, set_device=set_to.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: module)
+    monkeypatch.setattr(sys.modules[Device.__module__], "_OWNED", {})
+    variable = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}[kind]
+    for name, value in (("LOCAL_RANK", told), (variable, in_sight)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if isinstance(taken, str):
+        with pytest.raises(InputError, match=re.escape(taken.format(kind))):
+            device(kind)
+        return
+    assert device(kind) is device(kind) and set_to == taken  # once
 
 
 def test_constants_are_made_once():

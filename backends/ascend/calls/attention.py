@@ -7,6 +7,13 @@ float32, which it does not take, the same is computed with matrix products.
 It writes 0 and LSE = +inf where a row sees no key; here that is LSE = -inf.
 Which rows those are is decided by lengths, never by looking at an LSE, and
 rows that no request owns (padding) are not passed to it at all.
+
+History and current part share one workspace of the rank, which the program
+keeps in order: so the operator is called by its `.out` form, in eager mode as
+under capture.  The functional form would take a block of the wheel's for each
+stream beside it.  What that costs is that op-plugin tiles such a call on the
+host every time.  The workspace holds for all lengths over the shapes of a
+program: the operator that says how large it must be looks at no length.
 Source: op-plugin and CANN 9.1 (ops-transformer), as far as public.
 """
 
@@ -120,15 +127,17 @@ def _call(
         lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": kv}
         return [query, latent, latent], {"query_rope": rope, "key_rope": k_rope, **lists, **options}
 
-    def largest() -> torch.Tensor:  # for all T tokens, whatever the lengths of this step
-        whole = [*ends[:-1], queries[0].shape[0]]
-        tensors, named = given(whole[-1], whole, list(keys) if paged else whole)
-        room: torch.Tensor = npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **named)
-        return room
+    def most() -> int:  # bytes for the shapes of the program, whatever the lengths of this step
+        tokens, requests = queries[0].shape[0], len(lengths)
+        even = [tokens * (b + 1) // requests for b in range(requests)]
+        full = [how["block_table"].shape[1] * how["block_size"]] * requests if paged else even
+        tensors, named = given(tokens, even, full)
+        # As many elements as bytes are needed, but in the dtype of the queries.
+        return int(npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **named).numel())
 
     tensors, named = given(ends[-1], ends, list(keys) if paged else ends)
     table = tuple(how["block_table"].shape) if paged else ()
-    room = workspace.room((queries[0].shape, queries[0].dtype, stored[0].shape, table), largest)
+    room = workspace.room((queries[0].shape, queries[0].dtype, stored[0].shape, table, len(lengths)), most)
     out, lse = into
     npu.npu_fused_infer_attention_score_v2.out(*tensors, **named, workspace=room, out=[out, lse.unsqueeze(-1)])
 

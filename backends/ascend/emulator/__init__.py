@@ -10,7 +10,7 @@ and argument checks are the real ones.  Below them, device memory is host
 memory, streams run as late as they may and interleaved by a seed, and
 operators are a few lines of torch each, with the refusals of the real ones.
 Processes that each emulate a device form groups, `init_process_group("hccl")`,
-over an emulated HCCL on one machine; what does not match between ranks, a rank
+over an emulated HCCL on one machine of eight devices; what does not match between ranks, a rank
 that ends and one that does not come within HCCL_EXEC_TIMEOUT seconds (120) are
 errors where the host waits.  With several processes a seed leads the
 interleaving, but how fast peers are is not drawn.

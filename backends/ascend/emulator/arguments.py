@@ -1,6 +1,7 @@
 """How the arguments of an operator are read: C's words for them, and tensors in the memory of the device."""
 
 import ctypes
+import struct
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -26,33 +27,38 @@ _DTYPES = {
 
 class _Tensor(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("axes", "dtype", "offset")),
+        *((name, ctypes.c_int64) for name in ("axes", "dtype", "offset", "span")),
         ("memory", _Pointer),
         ("shape", ctypes.c_int64 * 8),
         ("strides", ctypes.c_int64 * 8),
     ]
 
 
+#: The same, read in one go: every operator reads several.
+_LAYOUT = struct.Struct("4qQ16q")
+#: Memory of any size from an address on; how much of it is a tensor's, `count` says.
+_Memory = ctypes.c_char * (1 << 46)
+
+
 def _tensor(address: int | None) -> torch.Tensor | None:
     """A CPU tensor in the memory of a device tensor; without memory (sizes are being asked for) a meta tensor."""
     if not address:
         return None
-    found = _Tensor.from_address(address)
-    dtype, shape, strides = _DTYPES[found.dtype], found.shape[: found.axes], found.strides[: found.axes]
+    axes, kind, offset, span, memory, *rest = _LAYOUT.unpack(ctypes.string_at(address, _LAYOUT.size))
+    dtype, shape, strides = _DTYPES[kind], rest[:axes], rest[8 : 8 + axes]
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
-    if not found.memory:
+    if not memory:
         return torch.empty(shape, dtype=dtype, device="meta")
-    span = found.offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    raw = (ctypes.c_char * (span * dtype.itemsize)).from_address(found.memory)
-    return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides, found.offset)
+    whole = torch.frombuffer(_Memory.from_address(memory), dtype=dtype, count=span)
+    return whole.as_strided(shape, strides, offset)
 
 
 def _integers(address: int | None) -> list[int] | None:
     if not address:
         return None
     words = ctypes.cast(address, ctypes.POINTER(ctypes.c_int64))
-    return [words[1 + index] for index in range(words[0])]
+    return words[1 : 1 + words[0]]
 
 
 def _tensors(address: int | None) -> list[torch.Tensor | None]:

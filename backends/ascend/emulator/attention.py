@@ -22,9 +22,28 @@ from mla_fx.backends.ascend.emulator.operator import Operator
 _MASKED = -1e12
 
 
+#: Keys that a core takes at a time, of which it notes a maximum and a sum for every query.
+_PIECE = 128
+
+
 def scratch(fia: Fia) -> int:
-    """Room for the queries, which is where the emulated operator keeps them while it runs."""
-    return sum(part.numel() * part.element_size() for part in _given(fia))
+    """Room for the queries, which is where the emulated operator keeps them while it runs, and for its notes."""
+    spans = zip(fia.query_spans(), fia.key_spans(), strict=True)
+    return _room(fia, sum((end - start) * -(-(last - first) // _PIECE) for (start, end), (first, last) in spans))
+
+
+def most(fia: Fia) -> int:
+    """The same with all keys that there is room for; as the real one, it looks at shapes and at no length."""
+    rows = fia.rows(fia.query, fia.layout, fia.num_heads)
+    if fia.block_table is not None:
+        keys = fia.block_table.shape[1] * fia.block_size
+    else:
+        keys = fia.rows(fia.key[0], fia.layout, 1).shape[0 if fia.packed else 1]
+    return _room(fia, math.prod(rows.shape[: 1 if fia.packed else 2]) * -(-keys // _PIECE))
+
+
+def _room(fia: Fia, pieces: int) -> int:
+    return sum(part.nbytes for part in _given(fia)) + 8 * int(fia.num_heads) * pieces
 
 
 def begin(workspace: torch.Tensor, fia: Fia) -> None:
@@ -120,7 +139,7 @@ def _operator(names: Mapping[str, str], version: int) -> Operator:
         return lambda workspace, *arguments: function(workspace, Fia(names, arguments))
 
     signature = " ".join(names.values())
-    return Operator(signature, within(run), of(partial(check, version)), of(scratch), within(begin))
+    return Operator(signature, within(run), of(partial(check, version)), of(scratch), within(begin), of(most))
 
 
 #: Name to operator.

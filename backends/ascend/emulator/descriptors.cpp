@@ -8,7 +8,7 @@
 extern "C" {
 
 struct Tensor {
-  int64_t axes, dtype, offset;
+  int64_t axes, dtype, offset, span;  // span: elements of the memory up to and with the last one
   void* memory;
   int64_t shape[8], strides[8];
 };
@@ -30,9 +30,11 @@ void* aclCreateTensor(const int64_t* shape, uint64_t axes, int dtype, const int6
   made->dtype = dtype;
   made->offset = offset;
   made->memory = memory;
+  made->span = offset + 1;
   for (uint64_t axis = 0; axis < axes; axis++) {
     made->shape[axis] = shape[axis];
     made->strides[axis] = strides ? strides[axis] : 0;
+    made->span += (shape[axis] - 1) * made->strides[axis];
   }
   return made;
 }

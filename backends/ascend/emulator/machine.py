@@ -21,6 +21,7 @@ from mla_fx.backends.ascend.emulator.operator import NULL_ARGUMENT, Operator, Re
 from mla_fx.backends.ascend.emulator.releases import Release
 from mla_fx.effects import InputError
 
+_TENSORS = frozenset("TOLWD")  # words of a signature that are tensors, see `emulator.operator`
 _KINDS = ("operator", "record", "wait", "to_device", "to_host", "on_device", "fill", "collective", "prefetch")
 #: As `hccl.cpp` numbers them; and its dtypes.
 _COLLECTIVES = (
@@ -80,23 +81,24 @@ class _Call:
     name: str
     operator: Operator
     arguments: list[Any]
+    written: list[torch.Tensor] = field(factory=list, init=False)
+    read: list[torch.Tensor] = field(factory=list, init=False)
+    strided: list[int] = field(factory=list, init=False)  # positions of tensors that do not lie as they should
 
-    def tensors(self, *, written: bool) -> list[torch.Tensor]:
-        return [tensor for kind, _, tensor in self._each() if (kind in ("O", "W", "D")) is written]
-
-    def kernels(self) -> int:
-        """See `Traced`.  What is written in place is made contiguous, and copied back."""
-        strided = [place for _, place, tensor in self._each() if not self.operator.lies(place, tensor)]
-        return 1 + len(strided) + (self.name.startswith("aclnnInplace") and 0 in strided)
-
-    def _each(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Every tensor with the word and the position of its argument."""
+    def __attrs_post_init__(self) -> None:
         for place, (kind, value) in enumerate(zip(self.operator.kinds, self.arguments, strict=True)):
-            if kind in ("T", "O", "L", "W", "D"):
-                for found in value if kind in ("L", "W") else [value]:
+            if kind in _TENSORS and value is not None:
+                for found in value if kind in "LW" else (value,):
                     tensor = found.room if isinstance(found, Sized) else found
                     if tensor is not None:
-                        yield kind, place, tensor
+                        (self.written if kind in "OWD" else self.read).append(tensor)
+                        if not self.operator.lies(place, tensor):
+                            self.strided.append(place)
+
+    @property
+    def kernels(self) -> int:
+        """See `Traced`.  What is written in place is made contiguous, and copied back."""
+        return 1 + len(self.strided) + (self.name.startswith("aclnnInplace") and 0 in self.strided)
 
 
 @define(eq=False, repr=False)
@@ -150,8 +152,8 @@ class Machine:
     def operator(self, name: str, signature: str, **how: Any) -> Callable[[_Function], _Function]:
         """Decorate a function that computes an operator of that aclnn name: it is in the table from here on.
 
-        `signature` and `how` (`check`, `scratch`, `begin`, `lies`) are those of `emulator.operator.Operator`.  An
-        operator that is there already is replaced.  Raises `InputError` for a name that the wheel does not look up,
+        `signature` and `how` (`check`, `scratch`, `begin`, `most`, `lies`) are those of `emulator.operator.Operator`.
+        An operator that is there already is replaced.  Raises `InputError` for a name that the wheel does not look up,
         or for an unknown word in the signature.
         """
         if name not in self._entries:
@@ -233,15 +235,14 @@ class Machine:
         if kind != "operator":
             return Traced(kind, entry.stream, event=entry.subject, bytes_=entry.bytes)
         call = (self._traced or {})[entry.subject]
-        operands, results = call.tensors(written=False), call.tensors(written=True)
         return Traced(
             kind,
             entry.stream,
             name=call.name,
-            operands=tuple((t.dtype, tuple(t.shape)) for t in operands),
-            results=tuple((t.dtype, tuple(t.shape)) for t in results),
-            bytes_=sum(t.numel() * t.element_size() for t in operands + results),
-            kernels=call.kernels(),
+            operands=tuple((t.dtype, tuple(t.shape)) for t in call.read),
+            results=tuple((t.dtype, tuple(t.shape)) for t in call.written),
+            bytes_=sum(t.numel() * t.element_size() for t in call.read + call.written),
+            kernels=call.kernels,
         )
 
     # --- called from C ---------------------------------------------------------
@@ -257,7 +258,8 @@ class Machine:
             try:
                 arguments = [read(value) for (_, read), value in zip(passed, raw[:-2], strict=True)]
                 operator.check(*arguments)
-                raw[-2][0] = operator.scratch(*arguments)
+                asked = operator.scratch if launched or operator.most is None else operator.most
+                raw[-2][0] = asked(*arguments)
                 raw[-1][0] = number = next(self._numbers)
                 if launched:
                     self._pending[number] = _Call(name, operator, arguments)
@@ -285,7 +287,7 @@ class Machine:
             if phase == 0:
                 if self._traced is not None:
                     self._traced[number] = call
-                poison(call.tensors(written=True), call.tensors(written=False))
+                poison(call.written, call.read)
                 call.operator.begin(*arguments)
             else:
                 call.operator.run(*arguments)

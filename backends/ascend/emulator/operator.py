@@ -16,7 +16,9 @@ it begins, what it only writes becomes NaN; an operator with scratch puts its
 operands there, and has nothing else to read when it ends.
 """
 
+import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,12 +72,14 @@ def or_transposed(position: int, tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.transpose(-1, -2).is_contiguous())
 
 
-@frozen
+@frozen(slots=False)
 class Operator:
     """An operator: `run(*arguments)`, and before it `check(*arguments)`, which may raise `RefusedError`.
 
     `scratch(*arguments)` is the bytes of workspace it asks for.  Where that is
     not 0, `begin` and `run` get the workspace, a uint8 tensor, as first argument.
+    `most(*arguments)` is what it says when asked for the most of it
+    (GetMaxWorkspaceSize): for any lengths over the same shapes; None: as `scratch`.
     `lies(position, tensor)` says whether an argument is taken as it lies; the
     real call makes the others contiguous first, in a kernel each (and results
     behind), which a trace counts (`Traced.kernels`).
@@ -86,9 +90,10 @@ class Operator:
     check: Callable[..., None] = _nothing
     scratch: Callable[..., int] = _no_scratch
     begin: Callable[..., None] = _nothing
+    most: Callable[..., int] | None = None
     lies: Callable[[int, torch.Tensor], bool] = contiguous
 
-    @property
+    @cached_property
     def kinds(self) -> list[str]:
         """The signature's words."""
         return self.signature.split()
@@ -96,12 +101,13 @@ class Operator:
 
 def poison(written: list[torch.Tensor], read: list[torch.Tensor]) -> None:
     """Make what is only written NaN (integers: the largest), except where it is an operand too."""
+    taken = [_ends(tensor) for tensor in read if tensor.numel()]
     for tensor in written:
-        if tensor.numel() and not any(_overlap(tensor, other) for other in read):
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))
-            elif tensor.dtype != torch.bool:
-                tensor.fill_(torch.iinfo(tensor.dtype).max)
+        if not tensor.numel() or tensor.dtype == torch.bool:
+            continue
+        begin, end = _ends(tensor)
+        if not any(first < end and begin < last for first, last in taken):
+            tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
 class Sized:
@@ -116,14 +122,7 @@ class Sized:
         self._said(list(found.shape))
 
 
-def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors meet; gaps between rows count as touched."""
-
-    def ends(tensor: torch.Tensor) -> tuple[int, int]:
-        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size()
-
-    if not left.numel() or not right.numel():
-        return False
-    (a, b), (c, d) = ends(left), ends(right)
-    return a < d and c < b
+def _ends(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address range of an operator's tensor, whose storage ends with it; gaps between rows count as touched."""
+    storage = tensor.untyped_storage()
+    return tensor.data_ptr(), storage.data_ptr() + storage.nbytes()

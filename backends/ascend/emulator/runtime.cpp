@@ -61,7 +61,7 @@ struct Stream {
   std::deque<Task> queue;
 };
 
-constexpr aclError kFault = 507011, kOutOfMemory = 207001;
+constexpr aclError kFault = 507011, kOutOfMemory = 207001, kNoSuchDevice = 107001;
 
 // Never destroyed: the wheel calls into the runtime while the process ends, in an order nobody promises.
 struct Machine {
@@ -77,10 +77,14 @@ struct Machine {
   std::string message = "emulated CANN";
   bool faulted = false;
   uint64_t thrown_away = 0;  // how often a recovery cleared the queues
-  int32_t current = 0;
 };
 Machine& m = *new Machine;
-int context_object = 0;
+
+// As many as a server of A2 has.  They are apart by number, in what a process says and is told; their memory is the
+// host's, and streams are whose they are.
+constexpr int32_t kDevices = 8;
+int contexts[kDevices];
+thread_local int32_t current = 0;
 
 void note(const Entry& entry) {
   if (m.tracing) m.trace.push_back(entry);
@@ -384,12 +388,25 @@ aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) {
   return 0;
 }
 
-aclError aclrtGetDeviceCount(uint32_t* count) { *count = 1; return 0; }
-aclError aclrtSetDevice(int32_t device) { m.current = device; return 0; }
+aclError aclrtGetDeviceCount(uint32_t* count) { *count = kDevices; return 0; }
+
+aclError aclrtSetDevice(int32_t device) {
+  if (device < 0 || device >= kDevices) {
+    m.message = "emulated CANN: devices are 0 to " + std::to_string(kDevices - 1) + ": got " + std::to_string(device);
+    return kNoSuchDevice;
+  }
+  current = device;
+  return 0;
+}
+
 aclError aclrtResetDevice(int32_t) { return 0; }
-aclError aclrtGetDevice(int32_t* device) { *device = m.current; return 0; }
-aclError aclrtGetCurrentContext(aclrtContext* context) { *context = &context_object; return 0; }
-aclError aclrtSetCurrentContext(aclrtContext) { return 0; }
+aclError aclrtGetDevice(int32_t* device) { *device = current; return 0; }
+aclError aclrtGetCurrentContext(aclrtContext* context) { *context = &contexts[current]; return 0; }
+
+aclError aclrtSetCurrentContext(aclrtContext context) {
+  return aclrtSetDevice(static_cast<int32_t>(static_cast<int*>(context) - contexts));
+}
+
 aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t* value) { *value = 24; return 0; }
 
 aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free_bytes, size_t* total) {

@@ -12,10 +12,11 @@ from mla_fx.backends import Backend, Collective, InProcess, Run, ascend, device
 from mla_fx.backends.ascend.calls import release as calls_release
 from mla_fx.backends.ascend.emulator import Machine, emulate
 from mla_fx.backends.ascend.emulator.build import compiler, wheel
-from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
+from mla_fx.backends.ascend.emulator.releases import RELEASES
 from mla_fx.effects import Aval, InputError, Op, Program, bind, on_host, schedule, trace
 from mla_fx.effects.aval import operand
 from tests.ops.conftest import aval, fields
+from tests.processes import Nursery, nursery
 
 
 def why_not() -> str | None:
@@ -29,28 +30,57 @@ def why_not() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def machine() -> Machine:
+def machine(pytestconfig: pytest.Config) -> Machine:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    return emulate()
+    return emulate(cann=pytestconfig.getoption("--cann"))
 
 
 @pytest.fixture
-def emulator(machine: Machine) -> Iterator[Machine]:
+def emulator(machine: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Of the release that this run is on (--cann), or of the one that a test is marked for."""
+    machine.play(RELEASES[request.config.getoption("--cann")])
+    if (marker := request.node.get_closest_marker("cann")) is not None:
+        play(machine, monkeypatch, marker.args[0])
     machine.seed(0)
     yield machine
     machine.recover()
     machine.synchronize()
 
 
+@pytest.fixture(scope="session")
+def processes(pytestconfig: pytest.Config) -> Iterator[Nursery]:
+    """Where processes that emulate a device each are forked from."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with nursery(emulated=pytestconfig.getoption("--cann")) as made:
+        yield made
+
+
 @pytest.fixture(params=RELEASES)
-def release(emulator: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each release of CANN, played to the wheel and told to our rules.  (The wheel itself reads it once a process.)"""
-    played = RELEASES[request.param]
-    emulator.play(played)
-    monkeypatch.setattr(calls_release, "cann", lambda: calls_release.number(played.version))
-    yield request.param
-    emulator.play(RELEASES[NEWEST])
+def release(emulator: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Each release of CANN."""
+    play(emulator, monkeypatch, request.param)
+    return str(request.param)
+
+
+def play(machine: Machine, monkeypatch: pytest.MonkeyPatch, cann: str) -> None:
+    """Play a release to the wheel and tell our rules.  (The wheel itself reads it once a process.)"""
+    release = RELEASES[cann]
+    machine.play(release)
+    monkeypatch.setattr(calls_release, "cann", lambda: calls_release.number(release.version))
+
+
+def mostly_soak(cases: Iterable[Any], always: Iterable[Any]) -> list[Any]:
+    """All cases as parameters: those of `always` in every run, the rest in long ones."""
+    kept = list(always)
+    cases = [*cases]
+    assert all(case in cases for case in kept)
+    return [case if case in kept else _long(case) for case in cases]
+
+
+def _long(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
 
 
 def to_device(operand: Any) -> Any:

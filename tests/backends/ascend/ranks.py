@@ -1,5 +1,7 @@
 """What a rank of a group of processes does in a test: functions of a member, run by `tests.processes`."""
 
+import contextlib
+import io
 import os
 from typing import Any
 
@@ -8,8 +10,9 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends import device
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.effects import Op, schedule
+from mla_fx.effects import InputError, Op, schedule
 from tests.backends.ascend.conftest import program_of
 from tests.backends.ascend.steps import setup
 from tests.ops.conftest import aval
@@ -20,6 +23,7 @@ def start(member: Member, *, seed: int = 0, patience: int = 90) -> tuple[Machine
     """The device, and the group after its first collective, which makes the communicator."""
     os.environ["HCCL_EXEC_TIMEOUT"] = str(patience)
     machine, group = emulate(seed=seed), member.join("hccl")
+    device("npu")
     total = torch.ones(1, device="npu")
     dist.all_reduce(total)
     assert total.item() == member.ranks
@@ -30,6 +34,14 @@ def host(tree: Any) -> list[torch.Tensor]:
     return [leaf.cpu() for leaf in pytree.tree_leaves(tree)]
 
 
+def printed(member: Member, *, code: str) -> str:
+    """What code prints, in a process of its own that has loaded the emulated CANN."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
 def decode(
     member: Member, *, sizes: dict[str, Any], dtype: str, orchestration: str, seeds: int, together: int = 0
 ) -> list[list[torch.Tensor]]:
@@ -37,7 +49,7 @@ def decode(
     machine, group = (emulate(), None) if together else start(member)
     ranks = together or member.ranks
     given = setup(dtype, ranks=ranks, **sizes)
-    backend = backends.get("ascend", ranks=ranks, group=group)
+    backend = backends.get("ascend", ranks=ranks, **({} if together else {"group": group}))
     run = given.compiled(backend, schedule(given.step, orchestrations.NAMED[orchestration]))
     own = backend.put([[argument[rank] for rank in backend.here] for argument in given.arguments()])
     found = []
@@ -64,20 +76,48 @@ def steps(member: Member, *, dtype: str, queries: list[tuple[int, ...]]) -> list
     return host(outs)
 
 
-def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...]]) -> Any:
-    """One op in a program of its own, on this rank's `operands`: its results, and the collectives that ran."""
+def collectives(member: Member, *, asked: list[tuple[Op, list[tuple[torch.Tensor, ...]]]]) -> list[Any]:
+    """Ops, each in a program of its own, on this rank's operands: results, and the collectives that ran."""
     machine, group = start(member, seed=member.rank)
+    backend, found = backends.get("ascend", ranks=member.ranks, group=group), []
+    for number, (op, operands) in enumerate(asked):
+        own = operands[member.rank]
+        run = backend.compile(program_of(op, map(aval, own)))
+        given = [[backend.put(x)] for x in own]
+        with machine.tracing() as trace:
+            results = [out for (out,) in run(*given)]
+            assert machine.ran() == 0, "the host waited"
+            member.tell(f"rank {member.rank} has issued {number}")
+            for rank in range(member.ranks):  # so that no peer waits long enough for help
+                member.hear(f"rank {rank} has issued {number}")
+        found.append((host(results), [task for task in trace if task.kind == "collective"]))
+    return found
+
+
+def places(member: Member) -> dict[str, Any]:
+    """Where a process is before its backend is made and after, and where its memory, constants and streams are."""
+    emulate()
+    before, group = torch.npu.current_device(), member.join("hccl")
+    given = setup("bf16", ranks=member.ranks)
     backend = backends.get("ascend", ranks=member.ranks, group=group)
-    own = operands[member.rank]
-    run = backend.compile(program_of(op, map(aval, own)))
-    given = [[backend.put(x)] for x in own]
-    with machine.tracing() as trace:
-        results = [out for (out,) in run(*given)]
-        assert machine.ran() == 0, "the host waited"
-        member.tell(f"rank {member.rank} has issued")
-        for rank in range(member.ranks):  # so that no peer waits long enough for help
-            member.hear(f"rank {rank} has issued")
-    return host(results), [task for task in trace if task.kind == "collective"]
+    run = given.compiled(backend, schedule(given.step, orchestrations.attention_aside))
+    ((out,), caches) = run(*backend.put([[argument[member.rank]] for argument in given.arguments()]))
+    held = [*backend.device.constants.values(), *(of.memory for of in backend.device.scratch.values())]
+    found = {leaf.device.index for leaf in (out, *pytree.tree_leaves(caches), *held)}
+    streams = {stream.device.index for stream in backend.device.streams.values()}
+    return {"before": before, "after": torch.npu.current_device(), "found": found | streams, "out": out.cpu()}
+
+
+def no_device(member: Member, *, told: str) -> str:
+    """What is said of a number that no device has."""
+    os.environ["LOCAL_RANK"] = told
+    emulate()
+    try:
+        backends.get("ascend")
+    except InputError as error:
+        assert torch.npu.current_device() == 0
+        return str(error)
+    return ""
 
 
 # --- the group itself ------------------------------------------------------------
@@ -112,11 +152,12 @@ def transports(member: Member) -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in found.items()}
 
 
-def sums(member: Member, *, operands: list[torch.Tensor]) -> torch.Tensor:
+def sums(member: Member, *, operands: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     start(member, seed=member.rank)
-    total = operands[member.rank].npu()
-    dist.all_reduce(total)
-    return total.cpu()
+    totals = [given[member.rank].npu() for given in operands]
+    for total in totals:
+        dist.all_reduce(total)
+    return host(totals)
 
 
 def overwritten(member: Member, *, seeds: int, waits: bool) -> list[float]:

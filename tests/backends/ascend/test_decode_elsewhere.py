@@ -9,20 +9,12 @@ npu_attention_update and multiplied by W_UV.  Positions are dealt out to the ran
 import pytest
 import torch
 
-from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
 from tests.backends.ascend.conftest import random
 
 pytestmark = pytest.mark.usefixtures("emulator")
 RANKS, HEADS, LATENT, ROPE, VALUE, SIZE, COLUMNS = 4, 8, 512, 64, 128, 16, 2
 SCALE = 0.05
 npu = torch.ops.npu
-
-
-@pytest.fixture(params=RELEASES)
-def cann(emulator, request):
-    emulator.play(RELEASES[request.param])
-    yield request.param
-    emulator.play(RELEASES[NEWEST])
 
 
 def shards(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -101,7 +93,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert error < 2**-7, error
 
 
-def test_one_token_a_request(rng, cann):
+def test_one_token_a_request(rng, release):
     """The last request has two positions, so that two ranks have none of it."""
     query, query_rope, latent, rope, w_uv = inputs(rng, 1, 57)
     lengths = [57, 20, 2]
@@ -115,7 +107,7 @@ def test_one_token_a_request(rng, cann):
     close(v_up(merged, w_uv), exact(query, query_rope, latent, rope, [[n] for n in lengths], w_uv))
 
 
-def test_speculated_tokens_by_a_mask(rng, cann):
+def test_speculated_tokens_by_a_mask(rng, release):
     """Three tokens a request: a rank's mask lets the i-th see what the rank has of its past.
 
     Where a rank has none of it, the row is a plain average with LSE -1e12, which weighs nothing beside a real one.

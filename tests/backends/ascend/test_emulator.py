@@ -1,8 +1,6 @@
 """The emulated device below the real wheel: lateness, order, memory, faults, traces."""
 
 import ctypes
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -54,16 +52,22 @@ def test_nothing_runs_before_the_host_waits(emulator):
     assert [task.name for task in trace if task.kind == "operator"] == ["aclnnInplaceOne", "aclnnAdds"]
 
 
-#: So many that the wheel's allocator asks the device for them alone: smaller ones may lie beside what others keep.
-ALONE = 8_000_000
+def alone(dtype: torch.dtype) -> int:
+    """So many that no memory the allocator holds has room: it asks the device for more.
+
+    What is free in a segment that an earlier test's tensors share is handed out as it was left.
+    """
+    largest = max((segment["total_size"] for segment in torch.npu.memory_snapshot()), default=0)
+    return (max(largest, 2**24) + 1) // dtype.itemsize + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_memory_is_nan_until_written_and_again_when_given_back(emulator, dtype):
-    assert torch.empty(ALONE, dtype=dtype, device="npu").cpu().isnan().all()
-    torch.zeros(ALONE, dtype=dtype, device="npu").cpu()
+    count = alone(dtype)
+    assert torch.empty(count, dtype=dtype, device="npu").cpu().isnan().all()
+    torch.zeros(count, dtype=dtype, device="npu").cpu()
     emulator.seed(1)  # what the allocator held goes back to the device
-    assert torch.empty(ALONE, dtype=dtype, device="npu").cpu().isnan().all()
+    assert torch.empty(count, dtype=dtype, device="npu").cpu().isnan().all()
 
 
 def test_memory_that_is_given_back_too_early_is_read_as_nan(emulator):
@@ -82,7 +86,7 @@ def test_memory_that_is_given_back_too_early_is_read_as_nan(emulator):
 
 
 def test_integers_are_garbage_until_written():
-    assert (torch.empty(ALONE, dtype=torch.int32, device="npu").cpu() == -1).all()
+    assert (torch.empty(alone(torch.int32), dtype=torch.int32, device="npu").cpu() == -1).all()
 
 
 def test_an_operator_ruins_its_result_as_it_begins(emulator):
@@ -192,50 +196,3 @@ def test_an_operator_that_is_not_emulated_is_refused_at_the_call_by_its_name():
 
 def test_it_is_one_machine_a_process(emulator):
     assert emulate(seed=3) is emulator
-
-
-def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
-def test_torch_npu_without_cann_is_an_error_that_says_what_to_do():
-    """In a process that emulates nothing the wheel finds no CANN: that is what `get` is for to explain."""
-    done = in_a_process_of_its_own('from mla_fx import backends; backends.get("ascend")')
-    assert done.returncode == 1
-    message = done.stderr.splitlines()[-1]
-    assert "InputError: backend: ascend needs torch_npu==2.13.0 (pip install 'mla-fx[ascend]') and CANN" in message
-    assert "mla_fx.backends.ascend.emulator.emulate() first: got " in message
-
-
-def test_nothing_imports_torch_npu_unasked():
-    code = """
-import sys
-import mla_fx.backends.ascend, mla_fx.backends.ascend.emulator, mla_fx.backends.body
-print([name for name in sys.modules if name.startswith("torch_npu")])
-"""
-    assert in_a_process_of_its_own(code).stdout == "[]\n"
-
-
-def test_too_late_to_emulate():
-    code = """
-import sys, types
-from mla_fx.backends.ascend.emulator import emulate
-sys.modules["torch_npu"] = types.ModuleType("torch_npu")
-emulate()
-"""
-    done = in_a_process_of_its_own(code)
-    assert "InputError: emulate: must be called before torch_npu is imported: got" in done.stderr
-
-
-def test_the_process_ends_in_peace():
-    """With tensors, streams and tasks that never ran."""
-    code = """
-from mla_fx.backends.ascend.emulator import emulate
-emulate()
-import torch
-side = torch.npu.Stream()
-with torch.npu.stream(side):
-    x = torch.ones(4, device="npu") + 1
-"""
-    done = in_a_process_of_its_own(code)
-    assert done.returncode == 0, done.stderr

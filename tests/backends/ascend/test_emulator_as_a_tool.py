@@ -13,6 +13,7 @@ from mla_fx.backends.ascend.emulator import emulate, operator
 from mla_fx.backends.ascend.emulator.__main__ import main
 from mla_fx.backends.ascend.emulator.releases import NEWEST
 from mla_fx.effects import InputError
+from tests.backends.ascend import ranks as do
 from tests.backends.ascend.legal import make, there
 from tests.test_imports import ROOT
 
@@ -20,17 +21,11 @@ pytestmark = pytest.mark.usefixtures("emulator")
 README = (Path(operator.__file__ or "").parent / "README.md").read_text()
 
 
-def run(*command: str, **how) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, **how)
-
-
-def test_the_readme_runs_and_prints_what_it_says():
+def test_the_readme_runs_and_prints_what_it_says(processes):
     """In a process of its own: what it adds to the table stays there."""
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE))
     printed = "".join(re.findall(r"^```text\n(.*?)^```$", README, re.DOTALL | re.MULTILINE))
-    done = run("-c", code)
-    assert (done.stdout, done.returncode) == (printed, 0), done.stderr
-    assert printed.count("\n") > 8 and done.stderr == ""  # nor does the wheel warn of its start
+    assert processes.run(do.printed, ranks=1, code=code) == [printed] and printed.count("\n") > 8
 
 
 # --- the command ----------------------------------------------------------------------
@@ -42,15 +37,37 @@ import torch, torch_npu
 if __name__ == "__main__":
     x = torch.ones(2, device="npu")
     print(sys.argv[1:], (x + 1).tolist(), torch_npu.npu.utils.get_cann_version())
+    from mla_fx.backends.ascend.emulator import emulate
+    emulate(cann="9.1")
+    print(torch_npu.npu.utils.get_cann_version())
+    with torch.npu.stream(torch.npu.Stream()):
+        late = torch.ones(4, device="npu") + 1
 """
 
 
-@pytest.mark.parametrize("named", [["their_script.py"], ["-m", "their_script"]], ids=["script", "module"])
-def test_code_that_knows_nothing_of_it_runs_over_it(tmp_path, named):
+@pytest.fixture
+def script(tmp_path) -> Path:
     (tmp_path / "their_script.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_code_that_knows_nothing_of_it_runs_over_it(script):
+    """The wheel keeps the release that is loaded first, whatever is played later, and says nothing of its start; the
+    process ends in peace, with a stream, a tensor and tasks that never ran."""
+    command = [sys.executable, *COMMAND, "--cann", "8.5", "their_script.py", "--seed", "x"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run(*COMMAND, "--cann", "8.5", *named, "--seed", "x", cwd=tmp_path, env=environment)
-    assert done.stdout == "['--seed', 'x'] [2.0, 2.0] 8.5.0\n", done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, cwd=script, env=environment)
+    assert done.stdout == "['--seed', 'x'] [2.0, 2.0] 8.5.0\n8.5.0\n", done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.cann(NEWEST)
+def test_a_module_runs_over_it_too(emulator, script, monkeypatch, capsys):
+    monkeypatch.chdir(script)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [])
+    assert main(["-m", "their_script", "--seed", "x"]) == 0
+    assert capsys.readouterr().out.startswith("['--seed', 'x'] [2.0, 2.0] ")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +115,6 @@ def test_an_operator_that_a_user_adds(emulator, sinh):
         out.fill_(7)
 
     assert torch.sinh(x).cpu().tolist() == [7.0, 7.0]
-    emulate(cann=NEWEST)
     assert first is not second  # the decorator gives back what it decorates
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mla_fx.backends.ascend.emulator import operator
-from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
+from mla_fx.backends.ascend.emulator.releases import RELEASES
 from tests.backends.ascend.legal import LEGAL, make
 from tests.backends.ascend.refusals import TABLE
 
@@ -18,17 +18,8 @@ FOLDER = Path(operator.__file__ or "").parent
 HELPERS = ("require", "tiling")
 
 
-@pytest.fixture
-def played(emulator):
-    """Plays a release for as long as the test takes."""
-    yield lambda cann: emulator.play(RELEASES[cann])
-    emulator.play(RELEASES[NEWEST])
-
-
-@pytest.mark.parametrize("cann", RELEASES)
 @pytest.mark.parametrize("call", LEGAL)
-def test_the_legal_call_is_legal(emulator, played, call, cann):
-    played(cann)
+def test_the_legal_call_is_legal(emulator, release, call):
     make(call, {})
     emulator.synchronize()
 
@@ -47,7 +38,7 @@ def test_the_table_has_every_module_that_refuses():
 
 
 @pytest.mark.parametrize("module", TABLE)
-def test_every_refusal_is_uttered(played, monkeypatch, module):
+def test_every_refusal_is_uttered(emulator, monkeypatch, module):
     """Each row is refused with its message, from a place in its module; together they come from all of its places."""
     file = importlib.import_module(f"{PACKAGE}.{module}").__file__
     places: list[int] = []
@@ -64,7 +55,7 @@ def test_every_refusal_is_uttered(played, monkeypatch, module):
     monkeypatch.setattr(operator, "RefusedError", Noted)
     lines, uttered = sites(module), set()
     for row in TABLE[module]:
-        played(row.cann)
+        emulator.play(RELEASES[row.cann])
         places.clear()
         with pytest.raises(RuntimeError, match=row.message):
             row.run()

@@ -1,5 +1,6 @@
 """The whole model on the emulated Ascend: a step against the reference, text against that of the CPU."""
 
+import itertools
 from functools import lru_cache
 
 import pytest
@@ -11,6 +12,7 @@ from mla_fx.effects import schedule
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner, Sampling, sampling
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.tokenizer import Tokenizer
+from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
 from tests.models.small_weights import TINY, logits, write_modelslim
 
@@ -21,13 +23,16 @@ ATOL = {"bf16": 0.12, "fp16": 0.015, "fp32": 1e-5}
 #: An activation rounded to 16 bits may fall on the next of its 127 steps.
 STEPS = {"bf16": 0.12, "fp16": 0.12, "fp32": 1e-5}
 
-each_rank = pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 each_quantization = pytest.mark.parametrize("quantization", [None, "w8a8"])
 
 
-@each_rank
-@each_quantization
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "ranks"),
+    mostly_soak(
+        itertools.product(["fp32", "bf16", "fp16"], [None, "w8a8"], [1, 2, 4, 8]),
+        [("fp32", None, 4), ("bf16", None, 8), ("fp16", None, 1), ("fp32", "w8a8", 1), ("bf16", "w8a8", 2)],
+    ),
+)
 def test_step_against_the_reference(emulator, dtype, quantization, ranks):
     """A dense layer and one with experts; eight ranks have four experts between them, some have none."""
     given = setup(dtype, layers=2, ranks=ranks, quantization=quantization)
@@ -73,7 +78,7 @@ def test_orchestrations_and_seeds_give_the_same_bits(emulator, quantization, orc
     expected = leaves(ascend(2), schedule(given.step, orchestrations.serial), given)
     assert not any(leaf.isnan().any() for leaf in expected)
     trial = Trial(ascend(2), schedule(given.step, orchestrations.NAMED[orchestration]), given)
-    for seed in range(8):
+    for seed in range(3):
         emulator.seed(seed)
         assert equal(trial(), expected), f"seed {seed}"
 
@@ -136,7 +141,10 @@ def generated(name: str, ranks: int, quantization: str | None, drafts: int) -> t
 
 @pytest.mark.parametrize(
     ("ranks", "quantization", "drafts"),
-    [(1, None, 2), (1, "w8a8", 0), (2, None, 0), (2, "w8a8", 2), (4, None, 2), (8, None, 2)],
+    mostly_soak(
+        [(1, None, 2), (1, "w8a8", 0), (2, None, 0), (2, "w8a8", 2), (4, None, 2), (8, None, 2)],
+        [(1, None, 2), (2, None, 0)],
+    ),
 )
 def test_text_is_that_of_the_cpu(emulator, ranks, quantization, drafts):
     texts, accepted = generated("ascend", ranks, quantization, drafts)
@@ -194,4 +202,4 @@ def test_logits_that_are_not_finite_end_one_request(emulator):
 
 
 def test_drafts_do_not_change_the_text(emulator):
-    assert generated("ascend", 2, None, 0)[0] == generated("ascend", 2, None, 2)[0]
+    assert generated("ascend", 2, None, 0)[0] == generated("ascend", 1, None, 2)[0]

@@ -1,9 +1,10 @@
 """One rank in each process, over the wheel's own process group and the emulated HCCL: results, and what goes wrong."""
 
+import itertools
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,23 +12,14 @@ import torch
 
 from mla_fx import backends, orchestrations
 from mla_fx.backends import cpu
-from mla_fx.effects import Group, ops, schedule
+from mla_fx.effects import Group, Op, ops, schedule
 from tests.backends.ascend import ranks as do
-from tests.backends.ascend.conftest import random, why_not
+from tests.backends.ascend.conftest import mostly_soak, random
 from tests.backends.ascend.steps import setup
 from tests.ops.conftest import Rules
-from tests.processes import Nursery, nursery
 
 ATOL = {"bf16": 0.06, "fp16": 0.008, "fp32": 2e-5}
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Nursery]:
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    with nursery(emulated=True) as made:
-        yield made
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -37,14 +29,13 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 # --- the decode step ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), mostly_soak(itertools.product([2, 4, 8], ["bf16", "fp32"]), [(2, "fp32"), (4, "bf16")])
+)
 def test_step(processes, ranks, dtype):
     """Near the reference; under every seed the same bits, on all ranks, and those of all ranks in one process."""
     given = setup(dtype, ranks=ranks)
-    found = processes.run(
-        do.decode, ranks=ranks, sizes={}, dtype=dtype, orchestration="attention-aside", seeds=4 if ranks < 8 else 2
-    )
+    found = processes.run(do.decode, ranks=ranks, sizes={}, dtype=dtype, orchestration="attention-aside", seeds=2)
     ((together,),) = processes.run(
         do.decode, ranks=1, together=ranks, sizes={}, dtype=dtype, orchestration="attention-aside", seeds=1
     )
@@ -62,14 +53,14 @@ def test_step(processes, ranks, dtype):
         assert same(cache, together[ranks + 2 * rank : ranks + 2 * rank + 2])
 
 
-@pytest.mark.parametrize("orchestration", ["serial", "exchange-aside"])
-def test_other_orchestrations(processes, orchestration):
-    first, second = (
+def test_other_orchestrations(processes):
+    first, *others = (
         processes.run(do.decode, ranks=2, sizes={}, dtype="bf16", orchestration=name, seeds=3)
-        for name in (orchestration, "attention-aside")
+        for name in ("attention-aside", "serial", "exchange-aside")
     )
-    for ours, others in zip(first, second, strict=True):
-        assert all(same(of_seed, others[0]) for of_seed in ours)
+    for other in others:
+        for ours, theirs in zip(first, other, strict=True):
+            assert all(same(of_seed, ours[0]) for of_seed in theirs)
 
 
 def test_own_heads_by_rank(processes):
@@ -83,6 +74,24 @@ def test_own_heads_by_rank(processes):
     wanted, _ = right(*exact.put(given.arguments(), copy=True))
     for ((out, *_),) in found:
         torch.testing.assert_close(out.double(), wanted[0], rtol=0, atol=2e-5)
+
+
+def test_each_process_has_a_device_of_its_own(processes):
+    """Number LOCAL_RANK, with all that a step makes; the first before a backend is made, as torch has it."""
+    for rank, found in enumerate(processes.run(do.places, ranks=2)):
+        assert (found["before"], found["after"], found["found"]) == (0, rank, {rank})
+        assert found["out"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("8", "LOCAL_RANK: must be below the number of npu devices in sight, 8: got 8"),
+        ("one", "LOCAL_RANK: must be the number of a process on its machine, from 0: got 'one'"),
+    ],
+)
+def test_a_device_that_is_not_there(processes, told, message):
+    assert processes.run(do.no_device, ranks=1, told=told) == [message]
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (4, "fp32")])
@@ -111,57 +120,70 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(BITS[tensor.element_size()])
 
 
-@each_dtype
+def brought(processes, ranks: int, asked: list[tuple[Op, list[tuple[torch.Tensor, ...]]]]) -> list[list[Any]]:
+    """For each op, what every rank got of it, with its collectives."""
+    return list(zip(*processes.run(do.collectives, ranks=ranks, asked=asked), strict=True))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all_to_all_bit_for_bit(processes, dtype, ranks):
+def test_all_to_all_bit_for_bit(processes, ranks):
     """Infinities, NaN payloads and subnormals of an LSE and of an output; one message of bytes; nobody waits."""
-    given = []
-    for rank in range(ranks):
-        lse = torch.tensor(NASTY, dtype=torch.float32).roll(rank).view(3, 4)
-        lse.view(torch.int32)[0, rank] = 0x7F800001 + rank  # a signalling NaN
-        out = bits(torch.arange(96, dtype=torch.float32).to(dtype)).mul(677 + rank).view(dtype).view(3, 4, 8)
-        given.append((out, lse))
-    op, own = ops.AllToAll(Group("dcp", ranks)), 4 // ranks
-    for rank, (got, trace) in enumerate(processes.run(do.collective, ranks=ranks, op=op, operands=given)):
-        for k, ours in enumerate(got):
-            exactly = torch.stack([sent[k][:, rank * own : (rank + 1) * own] for sent in given])
-            assert ours.dtype == exactly.dtype and torch.equal(bits(ours), bits(exactly))
-        moved = sum(ours.nbytes for ours in got)  # the LSE's bits go beside the output, in one message
-        assert [(task.name, task.operands) for task in trace] == [("all_to_all", ((torch.uint8, (moved,)),))]
+    op, own, asked = ops.AllToAll(Group("dcp", ranks)), 4 // ranks, []
+    for dtype in DTYPES:
+        given = []
+        for rank in range(ranks):
+            lse = torch.tensor(NASTY, dtype=torch.float32).roll(rank).view(3, 4)
+            lse.view(torch.int32)[0, rank] = 0x7F800001 + rank  # a signalling NaN
+            out = bits(torch.arange(96, dtype=torch.float32).to(dtype)).mul(677 + rank).view(dtype).view(3, 4, 8)
+            given.append((out, lse))
+        asked.append((op, given))
+    for found, (_, given) in zip(brought(processes, ranks, asked), asked, strict=True):
+        for rank, (got, trace) in enumerate(found):
+            for k, ours in enumerate(got):
+                exactly = torch.stack([sent[k][:, rank * own : (rank + 1) * own] for sent in given])
+                assert ours.dtype == exactly.dtype and torch.equal(bits(ours), bits(exactly))
+            moved = sum(ours.nbytes for ours in got)  # the LSE's bits go beside the output, in one message
+            assert [(task.name, task.operands) for task in trace] == [("all_to_all", ((torch.uint8, (moved,)),))]
 
 
-@each_dtype
-def test_gathers_bit_for_bit(processes, dtype):
-    rng = np.random.default_rng(3)
-    for ranks, op, shapes in (
-        (4, ops.GatherHeads(Group("dcp", 4)), ((3, 2, 8), (3, 2, 4))),
-        (2, ops.AllGather(9, Group("tp", 2)), ((3, 5),)),
-        (2, ops.AllGather(10, Group("tp", 2)), ((1, 5),)),
-    ):
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        (4, [(ops.GatherHeads(Group("dcp", 4)), ((3, 2, 8), (3, 2, 4)))]),
+        (2, [(ops.AllGather(9, Group("tp", 2)), ((3, 5),)), (ops.AllGather(10, Group("tp", 2)), ((1, 5),))]),
+    ],
+    ids=["heads", "features"],
+)
+def test_gathers_bit_for_bit(processes, ranks, wanted):
+    rng, asked = np.random.default_rng(3), []
+    for dtype, (op, shapes) in itertools.product(DTYPES, wanted):
         given = [tuple(random(rng, *shape, dtype=dtype) for shape in shapes) for _ in range(ranks)]
         bits(given[1][0]).view(-1)[:2] = torch.tensor([0x7F81, 1])  # a signalling NaN, a subnormal
-        found = processes.run(do.collective, ranks=ranks, op=op, operands=given)
-        for (ours, trace), exactly in zip(found, Rules(cpu.TABLE, dtype).group(op, given), strict=True):
+        asked.append((op, given))
+    for found, (op, given) in zip(brought(processes, ranks, asked), asked, strict=True):
+        exact = Rules(cpu.TABLE, given[0][0].dtype).group(op, given)
+        for (ours, trace), exactly in zip(found, exact, strict=True):
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, exactly, strict=True))
             assert [task.name for task in trace] == ["all_gather"]
 
 
-@each_dtype
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all_reduce(processes, dtype, ranks):
+def test_all_reduce(processes, ranks):
     """In rank order, in float32, rounded once, on all ranks: the bits of the CPU's rule."""
-    rng = np.random.default_rng(5)
-    given = [(random(rng, 3, 4, dtype=dtype) * 10.0 ** (2 - rank),) for rank in range(ranks)]
-    op = ops.AllReduce(Group("tp", ranks))
-    found = processes.run(do.collective, ranks=ranks, op=op, operands=given)
-    for ((ours,), _), (exactly,) in zip(found, Rules(cpu.TABLE, dtype).group(op, given), strict=True):
-        assert torch.equal(ours, exactly)
+    rng, op = np.random.default_rng(5), ops.AllReduce(Group("tp", ranks))
+    asked = [
+        (op, [(random(rng, 3, 4, dtype=dtype) * 10.0 ** (2 - rank),) for rank in range(ranks)]) for dtype in DTYPES
+    ]
+    for found, (_, given) in zip(brought(processes, ranks, asked), asked, strict=True):
+        exact = Rules(cpu.TABLE, given[0][0].dtype).group(op, given)
+        assert all(torch.equal(ours, exactly) for ((ours,), _), (exactly,) in zip(found, exact, strict=True))
 
 
 def test_no_tokens(processes):
     """A step of nothing moves nothing, on any rank."""
     given = [(torch.empty(0, 4, 8), torch.empty(0, 4))] * 2
-    for ours, trace in processes.run(do.collective, ranks=2, op=ops.AllToAll(Group("dcp", 2)), operands=given):
+    (found,) = brought(processes, 2, [(ops.AllToAll(Group("dcp", 2)), given)])
+    for ours, trace in found:
         assert [out.shape for out in ours] == [(2, 0, 2, 8), (2, 0, 2)] and not trace
 
 
@@ -189,10 +211,10 @@ def test_what_the_wheel_asks_of_it(processes, ranks):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_number_is_summed_right(processes, dtype):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
-    for shift in (1, 12345):
-        given = [every, every.roll(shift)]
-        wanted = (given[0].float() + given[1].float()).to(dtype)
-        for got in processes.run(do.sums, ranks=2, operands=given):
+    given = [[every, every.roll(shift)] for shift in (1, 12345)]
+    for totals in processes.run(do.sums, ranks=2, operands=given):
+        for got, (first, second) in zip(totals, given, strict=True):
+            wanted = (first.float() + second.float()).to(dtype)
             assert torch.equal(got.isnan(), wanted.isnan())
             assert torch.equal(bits(got)[~got.isnan()], bits(wanted)[~wanted.isnan()])
 

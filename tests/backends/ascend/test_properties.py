@@ -4,6 +4,8 @@ Those of `tests/test_merged_attention.py` and `tests/models/test_model_agreement
 with the sizes that the attention operator takes where it is the one that runs.
 """
 
+import itertools
+
 import pytest
 import torch
 from attrs import evolve
@@ -11,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends.ascend.emulator import Machine
 from mla_fx.effects import schedule
+from tests.backends.ascend.conftest import mostly_soak
 from tests.models.test_model_agreement import CASES, PROMPT, agree, ours, transformers_model
 from tests.oracles import dense_causal
 from tests.sequences import Case, fill
@@ -29,10 +33,7 @@ def taken(draw: st.DrawFn) -> Case:
     return evolve(case, latent=512, rope=64, block_size=size, sharpness=min(case.sharpness, 1.0) / 4)
 
 
-@pytest.mark.usefixtures("emulator")
-@settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(taken(), st.sampled_from(ANYWHERE), st.integers(0, 10**6))
-def test_any_split_is_the_whole(machine, case, orchestration, seed):
+def any_split_is_the_whole(machine: Machine, case: Case, orchestration: str, seed: int) -> None:
     machine.seed(seed)
     data = fill(case)
     program = schedule(merge_step(case), orchestrations.NAMED[orchestration])
@@ -40,8 +41,26 @@ def test_any_split_is_the_whole(machine, case, orchestration, seed):
     hold(result, data, whole(data, dense_causal, torch.float64))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("ranks", [1, 8])
+ANY = (taken(), st.sampled_from(ANYWHERE), st.integers(0, 10**6))
+HOW = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=15, **HOW)
+@given(*ANY)
+def test_any_split_is_the_whole(emulator, case, orchestration, seed):
+    any_split_is_the_whole(emulator, case, orchestration, seed)
+
+
+@pytest.mark.soak
+@settings(max_examples=300, **HOW)
+@given(*ANY)
+def test_any_of_many_splits_is_the_whole(emulator, case, orchestration, seed):
+    any_split_is_the_whole(emulator, case, orchestration, seed)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), mostly_soak(itertools.product([1, 8], ["bf16", "fp16", "fp32"]), [(8, "bf16"), (1, "fp32")])
+)
 def test_real_sizes_and_thousands_of_tokens(emulator, dtype, ranks):
     sizes = {"block_size": 128, "heads": 16, "latent": 512, "rope": 64, "dtype": dtype, "sharpness": 0.1}
     case = Case((3000, 0, 1, 128), (1, 8, 1, 3), ranks, 128, **sizes)
@@ -50,9 +69,9 @@ def test_real_sizes_and_thousands_of_tokens(emulator, dtype, ranks):
     hold(result, data, whole(data, dense_causal, torch.float64))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_soak(CASES, ["v2", "v3 yarn", "v3 one group"]))
 def test_model_agrees_with_transformers(emulator, case, tmp_path):
-    """Prompt and 16 decoded positions, ranks 1 to 8."""
+    """Prompt and 6 decoded positions, ranks 1 to 8."""
     model = transformers_model(case, tmp_path)
     prompt = torch.randint(101, (PROMPT,), generator=torch.Generator().manual_seed(4)).tolist()
-    agree(model, *ours(tmp_path, prompt, *CASES[case][2:], backend="ascend", decoded=16))
+    agree(model, *ours(tmp_path, prompt, *CASES[case][2:], backend="ascend", decoded=6))

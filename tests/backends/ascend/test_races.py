@@ -5,12 +5,14 @@ kept back by its `record_stream`; the emulated device does the rest.
 """
 
 import random
+from functools import cache
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 from mla_fx import orchestrations
+from mla_fx.backends.ascend.emulator import emulate
 from mla_fx.effects import Keep, Program, Record, Stage, Wait, check, schedule
 from tests.backends.ascend.steps import Trial, ascend, equal, setup
 from tests.backends.test_decode_races import late_write, write_aside
@@ -43,15 +45,37 @@ def goes_wrong(emulator, program: Program, given: Setup, expected: list[torch.Te
     return any(got is None or not equal(got, expected) for got in outcomes)
 
 
-@pytest.mark.parametrize("mode", ["minimal", "conservative"])
-@pytest.mark.parametrize("orchestration", ANYWHERE)
-@pytest.mark.parametrize("given", [setup("bf16"), setup("fp32", ranks=4, layers=2)], ids=["layer", "stack"])
-def test_every_seed_gives_the_same_bits(emulator, given, orchestration, mode):
-    expected = expectation(emulator, schedule(given.step, orchestrations.serial), given)
-    trial = Trial(ascend(given.ranks), schedule(given.step, orchestrations.NAMED[orchestration], mode=mode), given)
-    for seed in range(10):
+@cache
+def serial_bits(given: Setup) -> list[torch.Tensor]:
+    return expectation(emulate(), schedule(given.step, orchestrations.serial), given)
+
+
+LAYER, STACK = setup("bf16"), setup("fp32", ranks=4, layers=2)
+#: A step of one layer costs an eighth of a stack's.
+MANY = [
+    pytest.param(LAYER, 10, id="layer"),
+    pytest.param(LAYER, 200, marks=pytest.mark.soak, id="layer, 200 seeds"),
+    pytest.param(STACK, 40, marks=pytest.mark.soak, id="stack, 40 seeds"),
+]
+
+
+def same_bits(emulator, given: Setup, program: Program, seeds: int) -> None:
+    trial, expected = Trial(ascend(given.ranks), program, given), serial_bits(given)
+    for seed in range(seeds):
         got = outcome(emulator, trial, seed)
         assert got is not None and equal(got, expected), f"seed {seed}"
+
+
+@pytest.mark.parametrize("mode", ["minimal", "conservative"])
+@pytest.mark.parametrize("orchestration", ANYWHERE)
+@pytest.mark.parametrize(("given", "seeds"), MANY)
+def test_every_seed_gives_the_same_bits(emulator, given, orchestration, mode, seeds):
+    same_bits(emulator, given, schedule(given.step, orchestrations.NAMED[orchestration], mode=mode), seeds)
+
+
+def test_every_seed_gives_the_same_bits_of_a_stack(emulator):
+    """A sample of the long run above."""
+    same_bits(emulator, STACK, schedule(STACK.step, orchestrations.attention_aside), 5)
 
 
 @pytest.mark.parametrize("given", [setup("bf16"), setup("fp16", ranks=1)], ids=["2 ranks", "1 rank"])
@@ -83,43 +107,36 @@ def nothing_can_be_left_out(emulator, program: Program, given: Setup) -> None:
             assert goes_wrong(emulator, program.without(index), given, expected), f"without {effect}"
 
 
-@pytest.mark.parametrize("orchestration", ANYWHERE)
-def test_two_hundred_seeds_give_the_same_bits(emulator, orchestration):
-    given = setup("bf16")
-    expected = expectation(emulator, schedule(given.step, orchestrations.serial), given)
-    trial = Trial(ascend(given.ranks), schedule(given.step, orchestrations.NAMED[orchestration]), given)
-    for seed in range(200):
-        got = outcome(emulator, trial, seed)
-        assert got is not None and equal(got, expected), f"seed {seed}"
+#: Lengths of two sequences, and whether they start over in so many steps.
+STEPS = [pytest.param(24, (130, 120), id="24"), pytest.param(1000, (0, 0), marks=pytest.mark.soak, id="1000")]
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("orchestration", ["exchange-aside", "attention-aside"])
-def test_step_after_step_with_changing_lengths(emulator, orchestration, steps):
+@cache
+def row_of_steps(orchestration: str, seed: int, steps: int, start: tuple[int, int]) -> list[torch.Tensor]:
     """Nothing is waited for between the steps; a sequence starts over when its blocks are full."""
-    given, draw = setup("bf16", interleave=4), random.Random(5)
-    lengths: list[tuple[tuple[int, int], tuple[int, int]]] = []
-    done = [0, 0]
+    given, draw, done = setup("bf16", interleave=4), random.Random(5), start
+    emulate(seed=seed)
+    backend = ascend(given.ranks)
+    run = given.compiled(backend, schedule(given.step, orchestrations.NAMED[orchestration]))
+    caches, hidden = backend.put((given.caches(), given.hidden()), copy=True)
+    outs, overs = [], 0
     for _ in range(steps):
         query = draw.choice([(1, 1), (1, 2), (2, 1), (0, 3), (3, 0), (1, 0)])
-        done = [0 if n > 150 else n for n in done]
-        lengths.append(((done[0], done[1]), query))
-        done = [n + q for n, q in zip(done, query, strict=True)]
+        overs += sum(n > 150 for n in done)
+        done = tuple(0 if n > 150 else n for n in done)
+        out, caches = run(caches, hidden, given.batches(done, query))
+        outs.append(out[0])
+        done = tuple(n + q for n, q in zip(done, query, strict=True))
+    assert overs
+    return [out.cpu() for out in (*outs, *pytree.tree_leaves(caches))]
 
-    def run_all(name: str, seed: int) -> list[torch.Tensor]:
-        emulator.seed(seed)
-        backend = ascend(given.ranks)
-        run = given.compiled(backend, schedule(given.step, orchestrations.NAMED[name]))
-        caches, hidden = backend.put((given.caches(), given.hidden()), copy=True)
-        outs = []
-        for history, query in lengths:
-            out, caches = run(caches, hidden, given.batches(history, query))
-            outs.append(out[0])
-        return [out.cpu() for out in (*outs, *pytree.tree_leaves(caches))]
 
-    expected = run_all("serial", 0)
+@pytest.mark.parametrize(("steps", "start"), STEPS)
+@pytest.mark.parametrize("orchestration", ["exchange-aside", "attention-aside"])
+def test_step_after_step_with_changing_lengths(emulator, orchestration, steps, start):
+    expected = row_of_steps("serial", 0, steps, start)
     assert not any(out.isnan().any() for out in expected)
-    assert equal(run_all(orchestration, 1 + steps), expected)
+    assert equal(row_of_steps(orchestration, 1 + steps, steps, start), expected)
 
 
 def test_a_seed_replays(emulator):
