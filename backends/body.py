@@ -104,11 +104,14 @@ def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int)
     return whole
 
 
-def collective_of(backend: "Backend", op: Op) -> Callable[..., list[Any]]:
-    """An op that communicates as a function of every rank's operands, to every rank's results, both flat."""
+def collective_of(backend: "Backend", op: Op, *, spent: bool = False) -> Callable[..., list[Any]]:
+    """An op that communicates as a function of every rank's operands, to every rank's results, both flat.
+
+    `spent`: nobody else ever sees the operands (`Program.spent`).
+    """
     rule, how, count = backend.table.rules[type(op)], op.communicates, len(op.operands)
     assert isinstance(rule, Collective) and how is not None
-    move, given = backend.world.move, parameters(op)
+    move, given = partial(backend.world.move, spent=spent), parameters(op)
     halves = [
         (bound(rule.send, run=run, **given), bound(rule.receive, run=run, **given))
         for run in (Run(rank, backend.device) for rank in backend.here)
@@ -126,6 +129,11 @@ def collective_of(backend: "Backend", op: Op) -> Callable[..., list[Any]]:
         return results
 
     return together
+
+
+def takes_over(launch: Launch, spent: frozenset[str]) -> bool:
+    """Whether a launch is a sum that may be made in the memory of its operand."""
+    return launch.op.communicates == "all_reduce" and spent.issuperset(launch.operands)
 
 
 def parameters(op: Op) -> dict[str, Any]:
@@ -153,6 +161,7 @@ class Body:
     backend: "Backend"
     others: tuple[Any, ...]  # streams beside main
     avals: Mapping[str, Aval]
+    spent: frozenset[str]
     proven: list[bool] = field(factory=lambda: [False])  # whether a run has shown what the rules give
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
@@ -206,11 +215,12 @@ class Body:
         if launch is None:
             return
         avals = [self.avals[name] for name in launch.results]
+        check = partial(check_results, spent=takes_over(launch, self.spent))
         if rank is not None:
-            return check_results(launch, operands, results, avals)
+            return check(launch, operands, results, avals)
         count, give = len(launch.operands), len(avals)
         for k in range(len(operands) // count):
-            check_results(launch, operands[k * count : (k + 1) * count], results[k * give : (k + 1) * give], avals)
+            check(launch, operands[k * count : (k + 1) * count], results[k * give : (k + 1) * give], avals)
         return None
 
 
@@ -240,9 +250,10 @@ class Writer:
     root: Mapping[str, str] = field(init=False)  # value -> the value in whose memory it lies
     lies: Mapping[str, list[str]] = field(init=False)  # that value -> all in its memory
     parameters: Mapping[str, Input] = field(init=False)
+    spent: frozenset[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.avals, self.root = self.program.avals(), self.program.memory()
+        self.avals, self.root, self.spent = self.program.avals(), self.program.memory(), self.program.spent()
         self.lies = defaultdict(list)
         for name, memory in self.root.items():
             self.lies[memory].append(name)
@@ -268,7 +279,7 @@ class Writer:
         if device.has_streams:
             device.module.synchronize()  # what parameters became in their forms may be read on any stream from here on
         rows, of, tail = tuple(self.rows), tuple(self.of), tuple(self.tail)
-        return Body(rows, of, tail, _take(taken), self.backend, others, self.avals)
+        return Body(rows, of, tail, _take(taken), self.backend, others, self.avals, self.spent)
 
     def room(self, *leaves: Any) -> int:
         """Place behind all others, for values that are there or to come."""
@@ -387,9 +398,10 @@ class Writer:
         ranks, count = self.backend.here, len(launch.results)
         take = [self.place[name, rank] for rank in ranks for name in launch.operands]
         places = self.results(count * len(ranks))
-        if launch.op not in self.rules:
-            self.rules[launch.op] = collective_of(self.backend, launch.op)
-        self.row(self.rules[launch.op], take, places, launch, None if len(ranks) > 1 else ranks[0])
+        key = (launch.op, takes_over(launch, self.spent))
+        if key not in self.rules:
+            self.rules[key] = collective_of(self.backend, launch.op, spent=key[1])
+        self.row(self.rules[key], take, places, launch, None if len(ranks) > 1 else ranks[0])
         results = ((name, rank) for rank in ranks for name in launch.results)
         self.place.update(dict(zip(results, places, strict=True)))
 

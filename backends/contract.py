@@ -21,14 +21,20 @@ class ContractError(TypeError):
     """A rule gave what no rule may give: names the result, what it must be, and what it was."""
 
 
-def check_results(launch: Launch, operands: Sequence[Any], results: Any, avals: Sequence[Aval]) -> None:
-    """Raise `ContractError` unless the results of a launch on one rank are those of a rule; `avals` are theirs."""
+def check_results(
+    launch: Launch, operands: Sequence[Any], results: Any, avals: Sequence[Aval], *, spent: bool = False
+) -> None:
+    """Raise `ContractError` unless the results of a launch on one rank are those of a rule; `avals` are theirs.
+
+    `spent`: nobody else ever sees the operands, and a result may lie in their memory.
+    """
     if not isinstance(results, tuple | list) or len(results) != len(avals):
         got = len(results) if isinstance(results, tuple | list) else type(results).__name__
         raise ContractError(f"a rule must give its {len(avals)} results as a tuple: got {got}")
     versions = {result: operands[position] for position, result in launch.op.written().items()}
     views = {result: operands[position] for result, position in launch.op.viewed().items()}
     held = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, torch.Tensor) and x.numel()}
+    held = set() if spent else held
     for k, (name, result, aval) in enumerate(zip(launch.op.results, results, avals, strict=True)):
         if not isinstance(result, torch.Tensor) or result.dtype != DTYPES[aval.dtype] or result.shape != aval.shape:
             got = f"{result.dtype}{list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
@@ -42,9 +48,11 @@ def check_results(launch: Launch, operands: Sequence[Any], results: Any, avals: 
                 raise ContractError(f"{name}: is a view of {source} and must lie in it: got memory elsewhere")
         elif result.numel() and result.untyped_storage().data_ptr() in held:
             raise ContractError(f"{name}: must have memory of its own: got a view of an operand")
-        if k not in versions and not result.is_contiguous():
+        if k not in versions and not (result[:1] if launch.op.communicates else result).is_contiguous():
             raise ContractError(f"{name}: must be contiguous: got strides {result.stride()}")
-    own = [(span(result), k) for k, result in enumerate(results) if k not in views and result.numel()]
+    # What a collective gives of each rank is one piece: pieces of several results may lie in turn in what has arrived.
+    pieces = list if launch.op.communicates else lambda result: [result]
+    own = [(span(p), k) for k, x in enumerate(results) if k not in views and x.numel() for p in pieces(x)]
     for ((_, end), first), ((start, _), second) in pairwise(sorted(own)):
         if start < end:
             one, other = (launch.op.results[k] for k in sorted((first, second)))

@@ -16,6 +16,7 @@ and every launch there follows the start of main.  A program compares by value
 and prints like a jaxpr with its streams.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -174,6 +175,22 @@ class Program:
         root = self.memory()
         made = {name: launch.stream for launch in self.launches for name in launch.results}
         return {name: made[memory] for name, memory in root.items() if memory in made}
+
+    def spent(self) -> frozenset[str]:
+        """Values that a launch makes and one launch takes, once, on the stream that they are allocated on.
+
+        Nobody else ever sees such a value, so the launch that takes it may make a result in its memory: the result is
+        allocated on the same stream, and what is on that stream comes later.
+        """
+        home, root = self.home(), self.memory()
+        taken = Counter(name for launch in self.launches for name in launch.operands)
+        taken.update(self.outputs)
+        return frozenset(
+            name
+            for launch in self.launches
+            for name in launch.operands
+            if home.get(name) == launch.stream and taken[name] == 1 and root[name] == name
+        )
 
     def __iter__(self) -> Iterator[Effect]:
         return iter(self.effects)

@@ -1,4 +1,4 @@
-"""The command line: `mla-fx decode`, `mla-fx generate`, `mla-fx show`, `mla-fx check`.
+"""The command line: `mla-fx decode`, `mla-fx generate`, `mla-fx show`, `mla-fx check`, `mla-fx probe`.
 
 An edge of the package: it chooses backends and reads checkpoints.
 """
@@ -82,6 +82,15 @@ Say whether a program is legal: the program of an orchestration, of yours
 you wrote (--program module:name).  --without K leaves effect number K out, as `mla-fx show` counts
 them, to see what the law says to that.  Exit status 0: legal, 1: not.
 """
+_PROBE = """
+Ask an NPU what the Ascend backend builds on and only hardware can tell:
+fourteen points, each held against the host.  Prints versions and the
+environment, what holds, what does not, and what that means for the backend.
+Nothing is changed and nothing written but the report of --json; what the device
+refuses, or dies of, is an answer like any other.  Under torchrun every process
+asks its own device, and all of them together what collectives do.  Exit status
+1: something does not hold that the backend rests on.
+"""
 _EXAMPLES = {
     "decode": [
         "mla-fx decode --ranks 8 --block-size 128 --interleave 128 --dtype fp16",
@@ -104,6 +113,11 @@ _EXAMPLES = {
         "mla-fx show --ranks 2 --device-trace        what an emulated Ascend gets to do",
     ],
     "check": ["mla-fx check --layers 61", "mla-fx check --without 23", "mla-fx check --orchestration mine:two_streams"],
+    "probe": [
+        "mla-fx probe --json report.json",
+        "mla-fx probe --emulate --cann 8.5        what that release is known to do",
+        "torchrun --nproc-per-node 8 -m mla_fx probe",
+    ],
 }
 
 
@@ -142,11 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         description="MLA decode under decode context parallelism, with stream effects that are derived and checked.",
         epilog="Each command has its own --help.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="decode | generate | show | check")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="decode | generate | show | check | probe")
     decode = _command(commands, "decode", "run decode steps and compare them with the reference", _DECODE, _decode)
     generate = _command(commands, "generate", "generate text from prompts", _GENERATE, _generate)
     show = _command(commands, "show", "print the program of an orchestration", _SHOW, _show)
     check = _command(commands, "check", "the verdict of the law on a program", _CHECK, _check)
+    _probe_options(_command(commands, "probe", "ask an NPU what the Ascend backend builds on", _PROBE, _probe))
     for command in (decode, generate, show, check):
         _shape_options(command, small=command in (decode, generate))
     for command in (decode, generate):
@@ -280,6 +295,14 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     add("--presence-penalty", type=float, metavar="X", help="subtracted from the logits of tokens of the text")
 
 
+def _probe_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--emulate", action="store_true", help="ask the emulated CANN, without an NPU")
+    add("--cann", metavar="RELEASE", help="to emulate: 8.5, 9.0 or 9.1 (default: the newest)")
+    add("--json", metavar="FILE", help="write the report there")
+    parser.set_defaults(model=None)
+
+
 def _natural(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"must be an integer of at least 0: got {text!r}")
@@ -324,6 +347,12 @@ def _generate(options: argparse.Namespace) -> int:
     from mla_fx.cli_generate import generate
 
     return generate(options, chosen_orchestration(options.orchestration))
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from mla_fx.cli_probe import probe
+
+    return probe(options)
 
 
 def _step(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Step]:

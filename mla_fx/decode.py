@@ -44,7 +44,8 @@ class StepShape:
 
     `ranks` W, `tokens` T and `requests` B with padding, `blocks` C of `block_size` S in a rank's cache,
     `table_width` M, activation `dtype`; `replicate_query` and `project_before_merge`: the passes of these names
-    (`mla_fx.passes`); `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate,
+    (`mla_fx.passes`); `round_angles`: rotary angles in `dtype` instead of float32, for operators that want them so
+    (`ops.RopeAngles`); `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate,
     embedding and head; `split`: the scope that runs in two micro-batches (`SPLITS`), each with a batch of its own;
     `workspace`: the scratch of the attention operators, by name.
     """
@@ -58,6 +59,7 @@ class StepShape:
     dtype: str = field(default="bf16", validator=one_of(*FLOATS))
     replicate_query: bool = field(default=False, validator=boolean)
     project_before_merge: bool = field(default=False, validator=boolean)
+    round_angles: bool = field(default=False, validator=boolean)
     quantization: str | None = field(default=None, validator=one_of(None, *QUANTIZATIONS))
     split: str | None = field(default=None, validator=one_of(None, *SPLITS))
     workspace: str = field(default=ops.WORKSPACE, validator=word)
@@ -183,8 +185,8 @@ def in_parts(
 def angles_of(batch: Any, like: Value, *, config: MlaConfig, shape: StepShape) -> Any:
     """Cosine and sine of a batch's positions, or of each micro-batch's: see `rope_angles`."""
     if shape.split is None:
-        return rope_angles(batch.positions, like, config=config)
-    return [rope_angles(part.positions, like, config=config) for part in batch]
+        return rope_angles(batch.positions, like, config=config, rounded=shape.round_angles)
+    return [rope_angles(part.positions, like, config=config, rounded=shape.round_angles) for part in batch]
 
 
 def attention_step(config: MlaConfig, shape: StepShape) -> Step:

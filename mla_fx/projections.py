@@ -57,10 +57,13 @@ def absorb_query(q: Value, w_uk: Value, *, rope: int) -> Value:
     return bind(ops.AbsorbQuery(rope), q, w_uk)[0]
 
 
-def rope_angles(positions: Value, like: Value, *, config: MlaConfig) -> tuple[Value, Value]:
-    """`positions` int64 [T] -> cosine and sine [T, R / 2], fp32 (fp64 when `like` is).  See `ops.RopeAngles`."""
+def rope_angles(positions: Value, like: Value, *, config: MlaConfig, rounded: bool = False) -> tuple[Value, Value]:
+    """`positions` int64 [T] -> cosine and sine [T, R], fp32 (fp64 when `like` is), or `rounded` to the dtype of `like`.
+
+    See `ops.RopeAngles`.
+    """
     magnitude = config.yarn.angle_magnitude if config.yarn else 1.0
-    cos, sin = bind(ops.RopeAngles(frequencies(config), magnitude), positions, like)
+    cos, sin = bind(ops.RopeAngles(frequencies(config), magnitude, rounded), positions, like)
     return cos, sin
 
 

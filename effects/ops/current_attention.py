@@ -8,7 +8,8 @@ For token t, the i-th of its request, with the request's new tokens j = 0..i:
 
 The new tokens are on every rank, so each rank computes its own N heads and the
 part enters the merge once.  Padding tokens (t >= sum query_lengths) get output
-0 and LSE -inf.  Source: the current part of the vLLM-Ascend split.
+0 and LSE -inf, or LSE 0 where that saves a backend the look for rows that no
+part saw: they are nobody's, and merge to 0 either way.  Source: the current part of the vLLM-Ascend split.
 """
 
 from collections.abc import Mapping

@@ -36,13 +36,13 @@ CONFIG = MlaConfig(
 SETUP = Setup(ranks=RANKS, requests=1, tokens=1, block_size=128, table_width=9, dtype="bf16", config=CONFIG)
 STACK = Setup(ranks=1, layers=61, requests=1, tokens=1)
 RUNS = [Run(rank) for rank in range(RANKS)]
-FREQUENCIES = frequencies(CONFIG)
+ANGLES = {"frequencies": frequencies(CONFIG), "magnitude": 1.0, "rounded": False}
 
 
 class Nowhere(InProcess):
     """Ranks whose messages are nobody's: each is brought what it sent."""
 
-    def move(self, how: Any, sent: Sequence[Any]) -> list[Any]:
+    def move(self, how: Any, sent: Sequence[Any], *, spent: bool = False) -> list[Any]:
         """Nothing moves."""
         return list(sent)
 
@@ -59,7 +59,7 @@ def by_hand(params: Any, caches: Any, hidden: Any, batches: Any, rule: Any, worl
 
     queries, history, current = [], [], []
     for run, p, x, batch in zip(RUNS, params, hidden, batches, strict=True):
-        cos, sin = rule[ops.RopeAngles](batch.positions, x, run=run, frequencies=FREQUENCIES, magnitude=1.0)
+        cos, sin = rule[ops.RopeAngles](batch.positions, x, run=run, **ANGLES)
         (q_a,) = rule[ops.Linear](x, p.query.q_a_proj, run=run)
         (q_a,) = rule[ops.RmsNorm](q_a, p.query.q_a_layernorm, run=run, epsilon=epsilon)
         (q,) = rule[ops.Linear](q_a, p.query.q_b_proj, run=run)

@@ -115,6 +115,9 @@ def test_rope_angles(magnitude):
     for ours, exactly in zip(got, want, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), exactly.double(), rtol=0, atol=3e-7)
+    op = ops.RopeAngles(op.frequencies, magnitude, rounded=True)
+    for ours, wide in zip(on_device(op, positions, like), got, strict=True):
+        assert torch.equal(ours, wide.to(torch.bfloat16))
 
 
 @each_dtype
@@ -123,8 +126,9 @@ def test_rope_angles(magnitude):
 def test_rope(rng, dtype, tokens, heads):
     x = random(rng, tokens, (heads or 1) * 14, dtype=dtype)
     x.view(tokens, heads or 1, 14)[..., :6] = math.nan
-    turn = random(rng, tokens, 4, dtype=torch.float32)
+    turn = random(rng, tokens, 8, dtype=torch.float32)
     verify(ops.Rope(heads), x, turn.cos(), turn.sin())
+    verify(ops.Rope(heads), x, turn.cos().to(dtype), turn.sin().to(dtype))
 
 
 @each_dtype
