@@ -14,7 +14,20 @@ from torch.utils import _pytree as pytree
 
 from mla_fx import StepShape, attention_step, backends, decode, orchestrations
 from mla_fx.decode import attention_avals
-from mla_fx.effects import MAIN, InputError, Keep, Launch, ScheduleError, StepError, Wait, check, ops, schedule
+from mla_fx.effects import (
+    MAIN,
+    InputError,
+    Keep,
+    Launch,
+    Record,
+    ScheduleError,
+    StepError,
+    Wait,
+    check,
+    ops,
+    schedule,
+    violations,
+)
 from mla_fx.models import deepseek_v3_config, model_step
 from mla_fx.passes import prefetch_weights, project_before_merge, replicate_query
 from tests.setups import CONFIG, Setup
@@ -216,6 +229,14 @@ def test_collectives_are_issued_in_one_order():
         before = follows(program)
         collectives = [launch for launch in program.launches if launch.op.communicates]
         assert all(one.results in before[two.results] for one, two in itertools.pairwise(collectives))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_order_and_no_keep_is_there_for_nothing(name):
+    """Without any one Record, Wait or Keep the law refuses the program."""
+    program = schedule(of(name).step, orchestrations.NAMED[name])
+    needed = [k for k, effect in enumerate(program) if isinstance(effect, Record | Wait | Keep)]
+    assert needed and all(violations(program.without(k)) for k in needed)
 
 
 # --- passes ----------------------------------------------------------------------------------------
