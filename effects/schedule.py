@@ -60,7 +60,7 @@ class ScheduleError(ValueError):
 
 
 def schedule(step: Step, given: Orchestration | Callable[[Equation], str], *, mode: Mode = "minimal") -> Program:
-    """The program of `step` under an orchestration, or under a function from equation to stream.
+    """The program of `step` under an orchestration, whose passes come first, or a function from equation to stream.
 
     `mode` is "minimal" (fewest kept values) or "conservative" (every value
     that crosses streams is kept).  Raises `ScheduleError`.
@@ -70,6 +70,8 @@ def schedule(step: Step, given: Orchestration | Callable[[Equation], str], *, mo
     chosen = orchestration(given)
     for one in chosen.passes:
         step = one(step)
+        if not isinstance(step, Step):
+            raise ScheduleError(f"orchestration {chosen.name}: each of its passes must give a step: got {step!r}")
     launches = [_launch(equation, chosen) for equation in _issue_order(step, _permuted(step, chosen))]
     used = {launch.stream for launch in launches}
     if idle := [stream for stream in chosen.streams if stream not in used]:

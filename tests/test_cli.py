@@ -108,7 +108,7 @@ def test_a_wrong_result_would_be_told(capsys, monkeypatch):
     from mla_fx.backends import cpu
     from mla_fx.effects import ops
 
-    def wrong(recv, recv_lse, local, local_lse, *, run):
+    def wrong(recv, recv_lse, local, local_lse, *, run, flat):
         return (local.clone(),)  # history forgotten
 
     monkeypatch.setattr(cpu, "TABLE", cpu.TABLE.with_rules({ops.Combine: wrong}))

@@ -189,9 +189,9 @@ def test_partials_of_empty_shards_may_hold_anything(name):
     plain = backends.get(name, ranks=4)
     poisoned = 0
 
-    def history(*operands, run, scale):
+    def history(*operands, run, **how):
         nonlocal poisoned
-        out, lse = plain.table.rules[ops.HistoryAttention](*operands, run=run, scale=scale)
+        out, lse = plain.table.rules[ops.HistoryAttention](*operands, run=run, **how)
         out[lse == -torch.inf] = torch.nan
         poisoned += int(out.isnan().any())
         return out, lse

@@ -42,9 +42,15 @@ def with_kernels(table: Table, merges: Iterable[type[Op]] = ()) -> Table:
 
 def _but_in_float64(own: Rule) -> Rule:
     def combine(
-        recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor, *, run: Run
+        recv: torch.Tensor,
+        recv_lse: torch.Tensor,
+        local: torch.Tensor,
+        local_lse: torch.Tensor,
+        *,
+        run: Run,
+        flat: bool = False,  # a fused op that merges is not asked for it
     ) -> Any:
         rule = own if local.dtype == torch.float64 else rules.combine
-        return rule(recv, recv_lse, local, local_lse, run=run)
+        return rule(recv, recv_lse, local, local_lse, run=run, flat=flat)
 
     return combine

@@ -49,7 +49,13 @@ def send(out: torch.Tensor, lse: torch.Tensor, *, run: Run, group: Group) -> tor
 
 
 def combine(
-    recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor, *, run: Run
+    recv: torch.Tensor,
+    recv_lse: torch.Tensor,
+    local: torch.Tensor,
+    local_lse: torch.Tensor,
+    *,
+    run: Run,
+    flat: bool = False,
 ) -> tuple[torch.Tensor]:
     """One normalisation over all parts, accumulated in float32 (float64 beside float64), rounded once."""
     from mla_fx.backends.kernels.exchange import merge
@@ -76,7 +82,7 @@ def combine(
             BLOCK=block,
             TURNS=-(-blocks // PROGRAMS),
         )
-    return (merged,)
+    return (merged.flatten(1) if flat else merged,)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

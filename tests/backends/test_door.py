@@ -131,11 +131,11 @@ def with_rule(op, rule, seed=None):
 
 
 def test_an_error_inside_a_rule_says_where():
-    def broken(q_latent, q_rope, latent, k_rope, query_lengths, *, run, scale):
+    def broken(q_latent, q_rope, latent, k_rope, query_lengths, *, run, **how):
         if run.rank == 1:
             raise ZeroDivisionError("no")
         return backends.cpu.TABLE.rules[ops.CurrentAttention](
-            q_latent, q_rope, latent, k_rope, query_lengths, run=run, scale=scale
+            q_latent, q_rope, latent, k_rope, query_lengths, run=run, **how
         )
 
     run = with_rule(ops.CurrentAttention, broken)

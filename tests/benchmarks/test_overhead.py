@@ -75,15 +75,15 @@ def by_hand(params: Any, caches: Any, hidden: Any, batches: Any, rule: Any, worl
         rule[ops.WriteRows](cache.rope, k_rope, batch.slots, run=run)
     for run, q, cache, batch in zip(RUNS, together(ops.GatherHeads, queries), caches, batches, strict=True):
         rest = (cache.latent, cache.rope, batch.block_table, batch.query_lengths, batch.history_lengths)
-        history.append(rule[ops.HistoryAttention](*q, *rest, run=run, scale=scale))
+        history.append(rule[ops.HistoryAttention](*q, *rest, run=run, scale=scale, workspace=ops.WORKSPACE))
     local = [
-        rule[ops.CurrentAttention](*q, *keys, batch.query_lengths, run=run, scale=scale)
+        rule[ops.CurrentAttention](*q, *keys, batch.query_lengths, run=run, scale=scale, workspace=ops.WORKSPACE)
         for run, q, keys, batch in zip(RUNS, queries, current, batches, strict=True)
     ]
     parts = []
     for run, recv, cur, p in zip(RUNS, together(ops.AllToAll, history), local, params, strict=True):
-        (attn,) = rule[ops.Combine](*recv, *cur, run=run)
-        (heads,) = rule[ops.VUp](attn, p.w_uv, run=run)
+        (attn,) = rule[ops.Combine](*recv, *cur, run=run, flat=False)
+        (heads,) = rule[ops.VUp](attn, p.w_uv, run=run, group=None, flat=True)
         parts.append(rule[ops.Linear](heads, p.o_proj, run=run))
     return [out for (out,) in together(ops.AllReduce, parts)]
 

@@ -149,6 +149,22 @@ def test_an_order_may_not_put_a_reader_before_what_it_reads():
         schedule(step, Orchestration("bad", order=swapped))
 
 
+def test_passes_come_first_one_after_the_other():
+    """What is scheduled is the step behind them, and the order permutes that."""
+
+    def salted(more):
+        def one(step: Step) -> Step:
+            return evolve(step, equations=tuple(evolve(e, op=One(10 * e.op.salt + more)) for e in step.equations))
+
+        return one
+
+    step = step_of(lambda x: [bind(One(s), x)[0] for s in (1, 2)])
+    program = schedule(step, Orchestration("passed", order=backwards, passes=(salted(3), salted(4))))
+    assert salts(program) == [234, 134]
+    with pytest.raises(ScheduleError, match="orchestration lost: each of its passes must give a step: got None"):
+        schedule(step, Orchestration("lost", passes=(lambda step: None,)))
+
+
 @st.composite
 def orders(draw):
     """A random permutation that operands allow."""

@@ -2,9 +2,25 @@
 
 import pytest
 import torch
+from attrs import evolve
 
 from mla_fx.backends import cpu
-from mla_fx.effects import MAIN, Aval, Launch, Orchestration, Wait, bind, check, ops, parameters, schedule, trace
+from mla_fx.effects import (
+    MAIN,
+    Aval,
+    Keep,
+    Launch,
+    Orchestration,
+    ScheduleError,
+    Wait,
+    bind,
+    check,
+    ops,
+    parameters,
+    schedule,
+    trace,
+    violations,
+)
 from mla_fx.projections import linear, prefetch
 from tests.ops.conftest import Rules
 
@@ -68,8 +84,30 @@ def test_twice_the_same_is_twice():
 
     weight = Aval((4, 4), "bf16")
     step = trace(compute, x=Aval((2, 4), "bf16"), w=parameters(weight))
-    assert len(step.equations) == 3
-    assert len(schedule(step, Orchestration("serial")).launches) == 3
+    assert len(step.equations) == len(schedule(step, Orchestration("serial")).launches) == 3
+    for order, fits in ((lambda s: s.equations[::-1], True), (lambda s: s.equations[1:], False)):
+        given = Orchestration("mine", order=lambda s, order=order: evolve(s, equations=order(s)))
+        if fits:
+            check(schedule(step, given))
+        else:
+            with pytest.raises(ScheduleError, match="its order must permute the equations"):
+                schedule(step, given)
+
+
+def test_what_it_follows_is_kept_for_it():
+    """It reads nothing, and is held by the law like every launch: its operands outlive it."""
+
+    def compute(x, w):
+        behind = linear(x, w)
+        prefetch(w, behind)
+        return linear(linear(behind, w), w)
+
+    weight = Aval((4, 4), "bf16")
+    step = trace(compute, x=Aval((2, 4), "bf16"), w=parameters(weight))
+    program = schedule(step, lambda e: "side" if isinstance(e.op, ops.Prefetch) else MAIN)
+    (keep,) = (k for k, effect in enumerate(program) if isinstance(effect, Keep))
+    (found,) = violations(program.without(keep))
+    assert found.rule == 3 and "prefetch (w) on side uses" in found.message
 
 
 def test_the_rule_of_cpu_reads_nothing():

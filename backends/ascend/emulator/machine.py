@@ -43,7 +43,7 @@ class Traced:
     """Something that ran on the device.
 
     `kind` is operator, record, wait, to_device, to_host, on_device (a copy by
-    the runtime), fill or collective (of a group of processes); `stream` and
+    the runtime), fill, collective (of a group of processes) or prefetch (a hint, which moves nothing); `stream` and
     `event` are the handles that `torch.npu.Stream.npu_stream` and
     `torch.npu.Event.npu_event` show.  `name` is an operator's, as CANN knows
     it, or a collective's; `operands` and `results` are the dtypes and shapes of

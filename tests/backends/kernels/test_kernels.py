@@ -125,7 +125,9 @@ class Parts:
         (got,) = rules.combine(*self.arrived(), run=Run(0))
         given = self.recv, self.recv_lse, self.local, self.local_lse
         (same,) = rules.combine(*given, run=Run(0))
-        (want,) = reference.TABLE.rules[ops.Combine](*(one.double() for one in given), run=Run(0))
+        (flat,) = rules.combine(*given, run=Run(0), flat=True)
+        assert torch.equal(bits(flat), bits(same.flatten(1)))
+        (want,) = reference.TABLE.rules[ops.Combine](*(one.double() for one in given), run=Run(0), flat=False)
         assert got.is_contiguous() and torch.equal(bits(got), bits(same)) and got.dtype == self.dtype
         relative, absolute = TOLERANCE[self.dtype]
         torch.testing.assert_close(got.double(), want, rtol=relative, atol=absolute, equal_nan=True)
@@ -305,7 +307,7 @@ def test_float64_stays_with_the_table(generator):
     table = with_kernels(cpu.TABLE)
     parts = Parts(generator, (2, 3, 2, 4), torch.float64)
     given = [one.double() for one in (parts.recv, parts.recv_lse, parts.local, parts.local_lse)]
-    (got,), (want,) = (one.rules[ops.Combine](*given, run=Run(0)) for one in (table, cpu.TABLE))
+    (got,), (want,) = (one.rules[ops.Combine](*given, run=Run(0), flat=True) for one in (table, cpu.TABLE))
     assert torch.equal(got, want)
 
 
