@@ -264,6 +264,15 @@ def test_combine(rng, dtype, shape):
 
 
 @each_dtype
+@pytest.mark.parametrize(("ranks", "latent"), [(3, 1), (3, 12), (3, 520), (20, 1031)])
+def test_combine_of_any_features(rng, release, dtype, ranks, latent):
+    """In slices of 512, padded to a multiple of 8; in rounds too."""
+    parts = Parts(rng, ranks, 2, 2, latent, dtype)
+    parts.hide("rows", -math.inf)
+    parts.verify()
+
+
+@each_dtype
 @pytest.mark.parametrize("none", [-math.inf, math.inf])
 @pytest.mark.parametrize("unseen", ["source", "rows", "all sources", "local", "everything"])
 def test_combine_where_a_part_saw_no_key(rng, dtype, unseen, none):
