@@ -31,6 +31,20 @@ def test_against_the_reference(dtype, orchestration, ranks):
     verify(setup(dtype, ranks=ranks), orchestration)
 
 
+@pytest.mark.parametrize("sizes", [{"ranks": 4}, {"layers": 2, "quantization": "w8a8"}], ids=["layer", "stack, W8A8"])
+def test_on_each_release(emulator, release, sizes):
+    """In bf16, with attention and the merge by the second version's operator alone."""
+    given = setup("bf16", **sizes)
+    program = schedule(given.step, orchestrations.attention_aside)
+    with emulator.tracing() as trace:
+        got = leaves(ascend(given.ranks), program, given)
+    want = leaves(backends.get("reference", ranks=given.ranks), program, given)
+    for ours, exactly in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=0.12 if given.layers else ATOL["bf16"])
+    attention = {task.name for task in trace if "Attention" in task.name}
+    assert attention == {"aclnnFusedInferAttentionScoreV4", "aclnnAttentionUpdate"}
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("history", "query"),
