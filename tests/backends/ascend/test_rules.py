@@ -1,5 +1,6 @@
 """Every Ascend rule on the emulator, held against the reference rule in float64."""
 
+import itertools
 import math
 
 import pytest
@@ -7,12 +8,11 @@ import torch
 
 from mla_fx.backends import Run, cpu, reference
 from mla_fx.effects import Group, ops
-from tests.backends.ascend.conftest import close, on_device, over_ranks, random, with_gaps
+from tests.backends.ascend.conftest import close, mostly_soak, on_device, over_ranks, random, with_gaps
 from tests.ops.conftest import Rules, fields
 
 pytestmark = pytest.mark.usefixtures("emulator")
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-sixteen_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 each_count = pytest.mark.parametrize("tokens", [0, 1, 3])
 #: Of caches with 12 rows; the last ones are more than that.
 SLOTS = [[3, -1, 0], [-1, -1, -1], [], [11, 7, 4], [*[-1] * 12, 5, -1, 3]]
@@ -88,13 +88,15 @@ def test_v_up(rng, release, dtype, tokens, latent, value):
     verify(ops.VUp(), random(rng, tokens, 3, latent, dtype=dtype), w_uv)
 
 
-@sixteen_bits
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    mostly_soak(itertools.product([torch.bfloat16, torch.float16], [0, 3]), [(torch.bfloat16, 3), (torch.float16, 0)]),
+)
 @pytest.mark.parametrize(
     ("heads", "value", "since"),
     [(127, 128, "8.5"), (127, 16, "9.0"), (128, 16, "9.1"), (128, 10, "9.1")],
     ids=str,
 )
-@pytest.mark.parametrize("tokens", [0, 3])
 def test_v_up_at_the_limits(rng, emulator, release, dtype, tokens, heads, value, since):
     """127 x 512 = 65024 is below 65536, 128 x 512 is not: same result by two ways, whatever the release takes."""
     operator = "aclnnTransposeBatchMatMul" if release >= since else "aclnnBatchMatMul"
