@@ -12,6 +12,7 @@ from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.ascend.steps import ascend, events, setup, streams
 
 FIA, UPDATE, STACK = "aclnnFusedInferAttentionScoreV4", "aclnnAttentionUpdate", "aclnnStack"
+V_UP = ("aclnnTransposeBatchMatMul", "aclnnBatchMatMul")  # the second on 8.5, for sizes this small
 
 
 def traced(emulator, dtype, ranks, orchestration, seed, layers=None):
@@ -94,7 +95,7 @@ def test_no_cast_between_attention_and_projection(emulator, dtype):
     trace, _ = traced(emulator, dtype, 2, "attention-aside", 1)
     names = [task for task in trace if task.kind == "operator"]
     first = next(k for k, task in enumerate(names) if task.name == FIA)
-    last = max(k for k, task in enumerate(names) if task.name == "aclnnTransposeBatchMatMul")
+    last = max(k for k, task in enumerate(names) if task.name in V_UP)
     between = names[first : last + 1]
     assert sum(task.name == FIA for task in between) == 4
     assert not [task for task in between if task.casts or task.name == "aclnnCast"]
