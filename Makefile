@@ -1,6 +1,7 @@
 # Everything happens in .venv, which is made on first use; only pip's downloads and the compiled emulator leave this folder.
 # A stamp in .venv says what is installed; it is made again when pyproject.toml is newer.
 # torch_npu is kept aside in .venv, for the emulator: where it is installed, `import torch` loads it, and fails without CANN.
+# So is triton-ascend, for its interpreter: it installs the package triton, which torch would take for the one it wants.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
@@ -51,7 +52,8 @@ $(VENV)/.run: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: $(VENV)/.run
 	$(INSTALL) '.[test]'
-	@case "$$(uname -sm)" in "Linux x86_64") $(BIN)/python -m mla_fx.backends.ascend.emulator --install ;; esac
+	@case "$$(uname -sm)" in "Linux x86_64") \
+	  $(BIN)/python -m mla_fx.backends.ascend.emulator --install && $(BIN)/python tests/backends/kernels/interpreter.py ;; esac
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

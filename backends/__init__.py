@@ -17,6 +17,7 @@ from mla_fx.backends.device import Run as Run
 from mla_fx.backends.device import device as device
 from mla_fx.backends.prepared import Prepared as Prepared
 from mla_fx.backends.table import Collective as Collective
+from mla_fx.backends.table import Fusion as Fusion
 from mla_fx.backends.table import MissingRuleError as MissingRuleError
 from mla_fx.backends.table import Rule as Rule
 from mla_fx.backends.table import Table as Table
@@ -44,7 +45,7 @@ def _ascend(world: World, adversary: int | None) -> Backend:
 def _cuda(world: World, adversary: int | None) -> Backend:
     module = import_module("mla_fx.backends.cuda")
     module.require_gpu()
-    return Backend("cuda", module.TABLE, world, device("cuda"), adversary=adversary)
+    return Backend("cuda", module.table(), world, device("cuda"), adversary=adversary)
 
 
 #: Name to maker; a maker imports its rules when it is asked for, never before.

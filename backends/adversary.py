@@ -9,11 +9,12 @@ is promised to a program:
     Memory is NaN when it is allocated and again when the op that owns it begins.
     Dropped memory is handed to the very next launch on its home stream (any launch: operators allocate
     scratch too), which ruins it as it begins; kept memory only once the keeping streams got there.
-    A state is NaN while an op writes it.  A workspace that somebody else touched between an op's begin
-    and end makes its results NaN.
+    A state is NaN while an op writes it, all of its memory where what is written is a view.  A workspace that somebody
+    else touched between an op's begin and end makes its results NaN.
     Inputs arrive on the main stream, staged ones when they are sent; outputs are read there, whatever other
     streams still do.
-    A collective pairs the n-th of each rank, whichever op and group that is; a wrong pair is NaN.
+    A collective pairs the n-th of each rank, whichever op and group that is; a wrong pair is NaN.  Those of a group
+    that is declared independent are counted apart.
     Waiting for an event that has not been recorded does nothing.
 
 Half of the seeds draw uniformly; the others give priorities and change them at
@@ -23,8 +24,8 @@ one to three points, which finds a race of small depth with a known probability
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,8 @@ class _Task:
     operands: tuple[Any, ...]
     results: tuple[torch.Tensor, ...]
     ruined: list[torch.Tensor]  # dropped memory that this launch takes
-    saved: dict[int, torch.Tensor] = field(factory=dict)  # state operand -> what it held
+    states: tuple[torch.Tensor, ...]  # the memory that it writes in place
+    saved: tuple[torch.Tensor, ...] = ()  # what these held
     spoiled: bool = False
     exchanged: list[tuple[torch.Tensor, ...]] | None = None  # what a collective gave this rank; empty: garbage
 
@@ -106,6 +108,45 @@ class Adversary:
         self.index = [next(number) if isinstance(effect, Launch) else -1 for effect in program.effects]
         self.states = program.states()
 
+    @cached_property
+    def views(self) -> list[dict[str, slice]]:
+        """For every rank and view, the bytes of its memory that it is, as the rules say; raises `RunError`."""
+        found: list[dict[str, slice]] = [{} for _ in range(self.ranks)]
+        for launch, rules in zip(self.program.launches, self.rules, strict=True):
+            for rank, places in enumerate(found):
+                if launch.op.viewed():
+                    places.update(self._views_of(launch, rules[rank], rank, places))
+                for position, result in launch.op.written().items():
+                    if launch.operands[position] in places:
+                        places[launch.results[result]] = places[launch.operands[position]]
+        return found
+
+    def _views_of(self, launch: Launch, rule: Rule, rank: int, known: Mapping[str, slice]) -> dict[str, slice]:
+        """The bytes of the views that a launch gives, asked of its rule by zeros: what is there decides nothing."""
+        operands = [
+            _zeros(self.avals[name], on_host=k in launch.op.on_host()) for k, name in enumerate(launch.operands)
+        ]
+        try:
+            results = rule(*operands)
+            check_results(launch, operands, results, [self.avals[name] for name in launch.results])
+        except Exception as error:
+            raise RunError(launch, rank, error) from error
+        found = {}
+        for result, position in launch.op.viewed().items():
+            outer = known.get(launch.operands[position], slice(0, 0)).start
+            start = outer + results[result].data_ptr() - operands[position].data_ptr()
+            found[launch.results[result]] = slice(start, start + results[result].nbytes)
+        return found
+
+    def view(self, name: str, rank: int, memory: torch.Tensor) -> torch.Tensor:
+        """A value in the memory that it lies in: all of it, or a view."""
+        place, aval = self.views[rank].get(name), self.avals[name]
+        if place is None:
+            return memory
+        if place.start == place.stop:
+            return memory.new_empty(aval.shape, dtype=DTYPES[aval.dtype])
+        return memory.view(-1).view(torch.uint8)[place].view(DTYPES[aval.dtype]).view(aval.shape)
+
     def _rules(self, launch: Launch, backend: "Backend") -> list[Rule]:
         """The rule of every rank; of a collective, one for all."""
         if launch.op.communicates:
@@ -128,7 +169,9 @@ class Adversary:
             for rank in range(self.ranks):
                 given[name, rank].copy_(run.state[rank].read[name])
         return tuple(
-            given[self.root[name], rank] if self.root[name] in self.states else run.state[rank].read[name]
+            self.view(name, rank, given[self.root[name], rank])
+            if self.root[name] in self.states
+            else run.state[rank].read[name]
             for name in self.program.outputs
             for rank in range(self.ranks)
         )
@@ -141,7 +184,8 @@ class _Run:
         self.machine, self.draw = machine, draw
         names = (_HOST, *machine.program.streams)
         self.state = [_Rank({name: deque() for name in names}) for _ in range(machine.ranks)]
-        self.entered: list[list[_Task]] = [[] for _ in self.state]  # collectives, in the order of each rank
+        # Collectives in the order of each rank, those of each independent group apart.
+        self.entered: list[dict[str, list[_Task]]] = [defaultdict(list) for _ in self.state]
         self.error: Exception | None = None
 
     # --- who moves next ----------------------------------------------------
@@ -218,17 +262,20 @@ class _Run:
 
     def launch(self, rank: int, state: _Rank, launch: Launch, index: int) -> None:
         operands = tuple(state.values[name] for name in launch.operands)
-        versions = {result: operands[position] for position, result in launch.op.written().items()}
+        machine = self.machine
         results = tuple(
-            versions[k] if k in versions else _poisoned(self.machine.avals[name])
-            for k, name in enumerate(launch.results)
+            machine.view(name, rank, state.values[machine.root[name]])
+            if machine.root[name] != name
+            else _poisoned(machine.avals[name])
+            for name in launch.results
         )
         state.values.update(zip(launch.results, results, strict=True))
         ruined = state.free.pop(launch.stream, [])
         for entry in [e for e in state.pending if e[1] == launch.stream and all(mark.passed for mark in e[0])]:
             state.pending.remove(entry)
             ruined.append(entry[2])
-        task = _Task(index, launch, rank, operands, results, ruined)
+        states = tuple(state.values[machine.root[launch.operands[position]]] for position in launch.op.written())
+        task = _Task(index, launch, rank, operands, results, ruined, states)
         queue = state.queues[launch.stream]
         queue.append(_Move(partial(self.begin, task)))
         queue.append(_Move(partial(self.end, task), partial(self.met, task) if launch.op.communicates else None))
@@ -255,29 +302,32 @@ class _Run:
 
     def begin(self, task: _Task) -> None:
         launch, state = task.launch, self.state[task.rank]
-        for position in launch.op.written():
-            task.saved[position] = task.operands[position].clone()
-        for tensor in (*task.results, *task.ruined):
+        task.saved = tuple(memory.clone() for memory in task.states)
+        given = [result for k, result in enumerate(task.results) if k not in launch.op.viewed()]
+        for tensor in (*given, *task.states, *task.ruined):
             _poison(tensor)
         for name in launch.op.uses:
             state.scratch[name] = task
         if launch.op.communicates:
-            self.entered[task.rank].append(task)
+            self.entered[task.rank][_lane(task)].append(task)
 
     def met(self, task: _Task) -> bool:
         """A collective ends when every rank has entered its n-th one."""
-        turn = self.entered[task.rank].index(task)
-        return all(len(rank) > turn for rank in self.entered)
+        lane = _lane(task)
+        turn = self.entered[task.rank][lane].index(task)
+        return all(len(rank[lane]) > turn for rank in self.entered)
 
     def end(self, task: _Task) -> None:
         launch, state = task.launch, self.state[task.rank]
         for name in launch.op.uses:
             task.spoiled |= state.scratch[name] is not task
             state.scratch[name] = object()
-        for position, held in task.saved.items():
-            task.operands[position].copy_(held)
+        for memory, held in zip(task.states, task.saved, strict=True):
+            memory.copy_(held)
         results = self.exchange(task) if launch.op.communicates else self.compute(task)
         for k, tensor in enumerate(task.results):
+            if k in launch.op.viewed():
+                continue
             if task.spoiled or results is None:
                 _poison(tensor)
             elif k not in launch.op.written().values():
@@ -289,8 +339,9 @@ class _Run:
 
     def exchange(self, task: _Task) -> Sequence[torch.Tensor] | None:
         """The first rank to end computes for all; a pair of different collectives is garbage for all."""
-        turn = self.entered[task.rank].index(task)
-        partners = [rank[turn] for rank in self.entered]
+        lane = _lane(task)
+        turn = self.entered[task.rank][lane].index(task)
+        partners = [rank[lane][turn] for rank in self.entered]
         if task.exchanged is None:
             same = all(partner.index == task.index for partner in partners)
             operands = [x for partner in partners for x in partner.operands]
@@ -319,8 +370,18 @@ class _Run:
             return None
 
 
+def _lane(task: _Task) -> str:
+    """Which collectives this one is counted with: those of its group, where that is independent; all others."""
+    group = task.launch.op.group_of()
+    return group.name if group is not None and group.independent else ""
+
+
 def _nothing() -> None:
     pass
+
+
+def _zeros(aval: Aval, *, on_host: bool) -> Any:
+    return (0,) * aval.shape[0] if on_host else torch.zeros(aval.shape, dtype=DTYPES[aval.dtype])
 
 
 def _poisoned(aval: Aval) -> torch.Tensor:

@@ -22,7 +22,7 @@ from mla_fx.backends.door import refuse_transforms, special
 from mla_fx.backends.inputs import Loader
 from mla_fx.backends.packing import packer
 from mla_fx.backends.prepared import Prepared, accept, prepare
-from mla_fx.backends.table import Collective, Form, MissingRuleError, Rule, Table
+from mla_fx.backends.table import Collective, Form, Fusion, MissingRuleError, Rule, Table
 from mla_fx.backends.world import InProcess, World
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import InputError, Op, Program, Step, check
@@ -71,6 +71,14 @@ class Backend:
     def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Backend":
         """This backend with rules added or replaced."""
         return evolve(self, table=self.table.with_rules(rules))
+
+    def with_fusions(self, *fusions: Fusion) -> "Backend":
+        """This backend with fused ops, whose passes come behind its own."""
+        return evolve(self, table=self.table.with_fusions(*fusions))
+
+    def without_fusions(self, *fusions: Fusion) -> "Backend":
+        """This backend with the passes of these fused ops left out."""
+        return evolve(self, table=self.table.without_fusions(*fusions))
 
     def put(self, tree: Tree, *, copy: bool = False) -> Tree:
         """A pytree of tensors as this backend takes it: floats in its dtype, and on its device.

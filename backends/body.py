@@ -30,8 +30,9 @@ from mla_fx.effects.passes import definition
 if TYPE_CHECKING:
     from mla_fx.backends.backend import Backend
 
-#: A function, what it takes out of the list of values, where its results go, and the places to empty behind it.
-Row = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], slice, tuple[int, ...]]
+#: A function, what it takes out of the list of values, where its one result goes (most have one, and an index costs a
+#: third of a slice), where its results go, and the places to empty behind it.
+Row = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], int | None, slice, tuple[int, ...]]
 
 
 class RunError(RuntimeError):
@@ -86,28 +87,31 @@ def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int)
     step = definition(op, avals)
     found = step.avals()
     place = {put.name: k for k, put in enumerate(step.inputs)}
-    rows: list[Row] = []
+    rows = []
     for part in step.equations:
         rule = forming_rule(backend, part.op, [found[name] for name in part.operands], rank)
         take = _take([place[name] for name in part.operands])
-        rows.append((rule, take, slice(len(place), len(place) + len(part.results)), ()))
+        rows.append((rule, take, slice(len(place), len(place) + len(part.results))))
         place.update({name: len(place) + k for k, name in enumerate(part.results)})
     outputs = _take([place[name] for name in step.outputs])
 
     def whole(*operands: Any) -> Sequence[Any]:
         values = [*operands, *[None] * (len(place) - len(operands))]
-        for function, take, put, _ in rows:
+        for function, take, put in rows:
             values[put] = function(*take(values))
         return tuple(outputs(values))
 
     return whole
 
 
-def collective_of(backend: "Backend", op: Op) -> Callable[..., list[Any]]:
-    """An op that communicates as a function of every rank's operands, to every rank's results, both flat."""
+def collective_of(backend: "Backend", op: Op, *, spent: bool = False) -> Callable[..., list[Any]]:
+    """An op that communicates as a function of every rank's operands, to every rank's results, both flat.
+
+    `spent`: nobody else ever sees the operands (`Program.spent`).
+    """
     rule, how, count = backend.table.rules[type(op)], op.communicates, len(op.operands)
     assert isinstance(rule, Collective) and how is not None
-    move, given = backend.world.move, parameters(op)
+    move, given = partial(backend.world.move, spent=spent), parameters(op)
     halves = [
         (bound(rule.send, run=run, **given), bound(rule.receive, run=run, **given))
         for run in (Run(rank, backend.device) for rank in backend.here)
@@ -125,6 +129,11 @@ def collective_of(backend: "Backend", op: Op) -> Callable[..., list[Any]]:
         return results
 
     return together
+
+
+def takes_over(launch: Launch, spent: frozenset[str]) -> bool:
+    """Whether a launch is a sum that may be made in the memory of its operand."""
+    return launch.op.communicates == "all_reduce" and spent.issuperset(launch.operands)
 
 
 def parameters(op: Op) -> dict[str, Any]:
@@ -152,6 +161,7 @@ class Body:
     backend: "Backend"
     others: tuple[Any, ...]  # streams beside main
     avals: Mapping[str, Aval]
+    spent: frozenset[str]
     proven: list[bool] = field(factory=lambda: [False])  # whether a run has shown what the rules give
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
@@ -173,12 +183,15 @@ class Body:
         rows = iter(self.rows)
         try:
             if self.proven[0]:
-                for function, take, put, empty in rows:
-                    values[put] = function(*take(values))
+                for function, take, at, put, empty in rows:
+                    if at is None:
+                        values[put] = function(*take(values))
+                    else:
+                        (values[at],) = function(*take(values))
                     for place in empty:
                         values[place] = None
             else:
-                for number, (function, take, put, empty) in enumerate(rows):
+                for number, (function, take, _, put, empty) in enumerate(rows):
                     values[put] = self._held(number, function, take(values))
                     for place in empty:
                         values[place] = None
@@ -202,11 +215,12 @@ class Body:
         if launch is None:
             return
         avals = [self.avals[name] for name in launch.results]
+        check = partial(check_results, spent=takes_over(launch, self.spent))
         if rank is not None:
-            return check_results(launch, operands, results, avals)
+            return check(launch, operands, results, avals)
         count, give = len(launch.operands), len(avals)
         for k in range(len(operands) // count):
-            check_results(launch, operands[k * count : (k + 1) * count], results[k * give : (k + 1) * give], avals)
+            check(launch, operands[k * count : (k + 1) * count], results[k * give : (k + 1) * give], avals)
         return None
 
 
@@ -233,10 +247,16 @@ class Writer:
     free: dict[int, list[int]] = field(factory=lambda: defaultdict(list))  # size -> where such room has been emptied
     held: dict[int, list[int]] = field(factory=dict)  # place -> start, size and full places of its room
     avals: Mapping[str, Aval] = field(init=False)
+    root: Mapping[str, str] = field(init=False)  # value -> the value in whose memory it lies
+    lies: Mapping[str, list[str]] = field(init=False)  # that value -> all in its memory
     parameters: Mapping[str, Input] = field(init=False)
+    spent: frozenset[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.avals = self.program.avals()
+        self.avals, self.root, self.spent = self.program.avals(), self.program.memory(), self.program.spent()
+        self.lies = defaultdict(list)
+        for name, memory in self.root.items():
+            self.lies[memory].append(name)
         self.parameters = {put.name: put for put in self.program.inputs if put.role == "parameter"}
 
     def write(self) -> Body:
@@ -259,7 +279,7 @@ class Writer:
         if device.has_streams:
             device.module.synchronize()  # what parameters became in their forms may be read on any stream from here on
         rows, of, tail = tuple(self.rows), tuple(self.of), tuple(self.tail)
-        return Body(rows, of, tail, _take(taken), self.backend, others, self.avals)
+        return Body(rows, of, tail, _take(taken), self.backend, others, self.avals, self.spent)
 
     def room(self, *leaves: Any) -> int:
         """Place behind all others, for values that are there or to come."""
@@ -291,7 +311,8 @@ class Writer:
         if taken not in self.takes:
             self.takes[taken] = _take(taken)
         span = (put[0], put[-1] + 1) if put else (0, 0)
-        self.rows.append((function, self.takes[taken], self.puts.setdefault(span, slice(*span)), ()))
+        at = put[0] if len(put) == 1 else None
+        self.rows.append((function, self.takes[taken], at, self.puts.setdefault(span, slice(*span)), ()))
         self.of.append((launch, rank))
 
     def effect(self, effect: Launch | Stage | Record | Wait | Keep | Drop) -> None:
@@ -359,12 +380,13 @@ class Writer:
         return self.by_form[name, form][self.backend.here.index(rank)], None
 
     def drop(self, drop: Drop) -> None:
-        """Empty a value's places behind the row before."""
+        """Empty the places of all that lies in a value's memory behind the row before: any of them would hold it."""
         if not self.rows:
             self.row(lambda: (), ())
-        places = [self.place[drop.value, rank] for rank in self.backend.here]
-        function, take, put, empty = self.rows[-1]
-        self.rows[-1] = (function, take, put, (*empty, *places))
+        names, ranks = self.lies[self.root[drop.value]], self.backend.here
+        places = [self.place[name, rank] for name in names for rank in ranks if (name, rank) in self.place]
+        *row, empty = self.rows[-1]
+        self.rows[-1] = (*row, (*empty, *places))  # type: ignore[assignment]
         for room in (self.held.pop(place) for place in places if place in self.held):
             at, count, _ = room
             room[2] -= 1
@@ -376,9 +398,10 @@ class Writer:
         ranks, count = self.backend.here, len(launch.results)
         take = [self.place[name, rank] for rank in ranks for name in launch.operands]
         places = self.results(count * len(ranks))
-        if launch.op not in self.rules:
-            self.rules[launch.op] = collective_of(self.backend, launch.op)
-        self.row(self.rules[launch.op], take, places, launch, None if len(ranks) > 1 else ranks[0])
+        key = (launch.op, takes_over(launch, self.spent))
+        if key not in self.rules:
+            self.rules[key] = collective_of(self.backend, launch.op, spent=key[1])
+        self.row(self.rules[key], take, places, launch, None if len(ranks) > 1 else ranks[0])
         results = ((name, rank) for rank in ranks for name in launch.results)
         self.place.update(dict(zip(results, places, strict=True)))
 

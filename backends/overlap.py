@@ -32,7 +32,7 @@ class Overlaps:
         here = ("device", "staged") if device == "cpu" else ("device",)  # addresses of two devices say nothing
         self.others = [n for n, (put, _) in enumerate(places) if put.name not in states and put.place in here]
         self.fixed = [
-            (*_span(leaf), len(self.names) + n)
+            (*span(leaf), len(self.names) + n)
             for n, leaf in enumerate(leaf for leaves in parameters.values() for leaf in leaves)
             if leaf.numel()
         ]
@@ -56,22 +56,22 @@ class Overlaps:
             return
         if not same:
             self.known = []
-            self.spans = sorted((*_span(leaves[n]), n) for n in self.states if leaves[n].numel())
+            self.spans = sorted((*span(leaves[n]), n) for n in self.states if leaves[n].numel())
             self.starts = [start for start, _, _ in self.spans]
             shared = [
                 sorted((first, second)) for (_, end, first), (start, _, second) in pairwise(self.spans) if start < end
             ]
             if shared:
                 self.refuse(*min(shared))  # the same pair, wherever the allocator put them
-            for span in self.fixed:
-                self.hold(*span)
+            for fixed in self.fixed:
+                self.hold(*fixed)
             self.inference = any([leaves[n].is_inference() for n in self.states])
             self.known = [(n, ref(leaves[n]), leaves[n].data_ptr()) for n in self.states]
         before = None
         for n in self.others:
             leaf = leaves[n]
             if leaf is not before and leaf.numel():
-                self.hold(*_span(leaf), n)
+                self.hold(*span(leaf), n)
             before = leaf
 
     def hold(self, start: int, end: int, other: int) -> None:
@@ -88,7 +88,7 @@ class Overlaps:
         )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first element and behind the last."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():

@@ -6,15 +6,19 @@ A rule has one signature on every backend:
 
 Operands are tensors (host integers: tuples), by position; `run` says where it
 runs (`mla_fx.backends.device.Run`); parameters are the fields of the op, by
-keyword.  Results are a tuple of new tensors, contiguous, none of them a view
-of an operand; a result that is an operand's next version is that operand,
-written in place.  A rule creates no stream and no event, and waits for nothing.
+keyword.  Results are a tuple of new tensors, contiguous, each in memory of its
+own; a result that is an operand's next version is that operand, written in
+place, and one that the op declares a view of an operand lies in it.  A rule
+creates no stream and no event, and waits for nothing.
 
 A collective is two of them with the transport between, which is the world's
 (`mla_fx.backends.world`):
 
     sent    = send(*operands, run=run, **parameters)              one tensor, contiguous
     results = receive(moved, *operands, run=run, **parameters)    moved: what the transport brings
+
+Its results may lie in what was moved, beside each other: what is of one rank,
+an entry of their first axis, is contiguous, and between ranks there may be gaps.
 
 Beside rules, a table may have for an op
 
@@ -77,15 +81,22 @@ class Table:
             self,
             rules={**self.rules, **{one.op: one.rule for one in fusions}},
             takes={**self.takes, **{one.op: one.takes for one in fusions}},
+            forms={**self.forms, **{one.op: one.forms for one in fusions if one.forms}},
             passes=(*self.passes, *(one.find for one in fusions)),
         )
+
+    def without_fusions(self, *fusions: "Fusion") -> "Table":
+        """With the passes of these left out; a step that has such an op already still runs."""
+        finds = [one.find for one in fusions]
+        return evolve(self, passes=tuple(one for one in self.passes if one not in finds))
 
 
 @frozen
 class Fusion:
-    """A fused op of one backend: an op with a definition, its rule, what it takes, and the pass that finds it."""
+    """A fused op of one backend: an op with a definition, its rule, what it takes and wants, the pass that finds it."""
 
     op: type[Op]
     rule: Rule
     takes: Takes
     find: Pass
+    forms: Mapping[str, Form] = field(factory=dict, converter=_frozen)

@@ -34,12 +34,12 @@ class World(Protocol):
     def here(self) -> range:
         """The ranks that this process runs."""
 
-    def move(self, how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
         """For every rank here, what it is brought.
 
         "all_gather": [W, ...] of what rank r sent.  "all_to_all": [W, ...] of the part for it, number `rank` of the
         first axis, of what rank r sent.  "all_reduce": the sum, in rank order, accumulated wide and rounded once.
-        Each rank gets memory of its own.
+        Each rank gets memory of its own.  `spent`: nobody reads what was sent any more, so the sum may be made in it.
         """
 
 
@@ -54,7 +54,7 @@ class InProcess:
         """All of them."""
         return range(self.size)
 
-    def move(self, how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
         """See `World.move`."""
         dtype = sent[0].dtype
         if how == "all_reduce":
@@ -109,11 +109,11 @@ class Processes:
         rank = dist.get_rank(self.group)
         return range(rank, rank + 1)
 
-    def move(self, how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
         """See `World.move`; the sum is the transport's."""
         (mine,) = sent
         if how == "all_reduce":
-            total = mine.clone(memory_format=torch.contiguous_format)
+            total = mine if spent else mine.clone(memory_format=torch.contiguous_format)
             if total.numel():
                 dist.all_reduce(total, group=self.group)
             return [total]

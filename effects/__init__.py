@@ -11,6 +11,8 @@ from mla_fx.effects.check import LawError as LawError
 from mla_fx.effects.check import Violation as Violation
 from mla_fx.effects.check import check as check
 from mla_fx.effects.check import violations as violations
+from mla_fx.effects.cost import Cost as Cost
+from mla_fx.effects.cost import cost as cost
 from mla_fx.effects.group import Group as Group
 from mla_fx.effects.op import Op as Op
 from mla_fx.effects.orchestration import Orchestration as Orchestration

@@ -17,13 +17,13 @@ from attrs import frozen
 AXES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "T": "tokens of the step, padding included",
+        "J": "tokens of another part of the step, or of all of it",
         "B": "requests, padding included",
         "H": "query heads of the group",
         "N": "query heads of one rank, H / W",
         "W": "ranks of the group",
         "L": "kv_lora_rank, the latent",
         "R": "qk_rope_head_dim",
-        "half": "pairs of features that are rotated, R / 2",
         "P": "qk_nope_head_dim",
         "Q": "qk_nope_head_dim + qk_rope_head_dim",
         "V": "v_head_dim",
@@ -97,7 +97,8 @@ class Operand:
     """What an op says of an operand: its axes, and its kind.
 
     The kind is "float" for the one floating dtype of the op, "wide" for what stays wide beside it (`wide_dtype`),
-    a dtype of integers, or "host": a tuple of Python integers, which operators take at launch.
+    "either" for one of these two, a dtype of integers, "host" for a tuple of Python integers, which operators take at
+    launch, or "any" for a tensor of whatever shape and dtype.
     """
 
     axes: tuple[str, ...]
@@ -117,7 +118,7 @@ def operand(text: str) -> Operand:
     (Operand(axes=('T', 'L'), kind='float'), Operand(axes=('B',), kind='host'))
     """
     *axes, last = text.split()
-    if last in ("wide", "host", *DTYPES):
+    if last in ("wide", "either", "host", "any", *DTYPES):
         return Operand(tuple(axes), last)
     return Operand((*axes, last))
 
@@ -137,6 +138,8 @@ def match(op: str, operands: Mapping[str, str], avals: Sequence[Aval]) -> tuple[
     sizes: dict[str, int] = {}
     seen: dict[str, str] = {}
     for name, wanted, aval in named:
+        if wanted.kind == "any":
+            continue
         if len(wanted.axes) != len(aval.shape):
             raise ShapeError(
                 f"{op}: {name} must be [{', '.join(wanted.axes)}], {len(wanted.axes)} axes: got {aval}, "
@@ -162,8 +165,14 @@ def _dtype(op: str, named: list[tuple[str, Operand, Aval]]) -> str:
                     raise ShapeError(f"{op}: {name} must be floating ({', '.join(allowed)}): got {aval.dtype}")
                 first, dtype = name, aval.dtype
     for name, wanted, aval in named:
+        if wanted.kind == "either" and aval.dtype in (dtype, wide_dtype(dtype)):
+            continue
         kind = {"float": dtype, "wide": dtype and wide_dtype(dtype), "host": "int64"}.get(wanted.kind, wanted.kind)
-        if aval.dtype != kind:
-            rule = {"float": f"have the dtype of {first}, {kind}", "wide": f"be {kind}, to go with {first}, {dtype}"}
+        if kind not in (aval.dtype, "any"):
+            rule = {
+                "float": f"have the dtype of {first}, {kind}",
+                "wide": f"be {kind}, to go with {first}, {dtype}",
+                "either": f"be {dtype} or {wide_dtype(dtype)}, to go with {first}, {dtype}",
+            }
             raise ShapeError(f"{op}: {name} must {rule.get(wanted.kind, f'be {kind}')}: got {aval.dtype}")
     return dtype

@@ -10,7 +10,12 @@ issue order, a wait lets a stream see all that the recording stream had seen.
        on the home stream after the drop, or a stream that the memory is kept for has seen it at the drop
     4  an event is recorded once, before it is waited for, and somebody waits for it
     5  every stream has joined the main stream at the end, one that only waits too
-    6  collectives of a rank run in one order, whatever their groups
+    6  collectives of a rank run in one order, whatever their groups; those of a group that is declared
+       independent in one order among themselves
+
+A view is memory of what it is a view of and shows that one's content, so what
+is said of one of them is said of both: it is there when the other is, a write
+through either replaces both, and either keeps the memory in use.
 
 Rule 0 is form: names, shapes, places.  Nothing is shared with the scheduler,
 so that one can be wrong without the other.
@@ -89,7 +94,8 @@ class _Use:
         return other.seen.get(self.launch.stream, 0) >= self.tick
 
     def __str__(self) -> str:
-        return f"{self.launch.op.name} ({self.launch.results[0]}) on {self.launch.stream}"
+        named = self.launch.results or self.launch.operands
+        return f"{self.launch.op.name} ({named[0]}) on {self.launch.stream}"
 
 
 @define
@@ -115,9 +121,11 @@ class _Checker:
     ready: dict[str, int] = field(factory=dict)  # input -> tick of main from which it can be read
     avals: dict[str, Aval | None] = field(factory=dict)
     memory: dict[str, _Memory] = field(factory=dict)  # by value
+    shown: dict[str, str] = field(factory=dict)  # view -> the value whose content it shows
     producer: dict[str, _Use] = field(factory=dict)
     workspaces: dict[str, _Use] = field(factory=dict)  # its last user
-    collective: _Use | None = None  # the last one
+    collectives: dict[str | None, _Use] = field(factory=dict)  # independent group, or None for all others -> the last
+    groups: dict[str, Launch] = field(factory=dict)  # name -> the first to run over it
     events: dict[str, tuple[Record, _Clock]] = field(factory=dict)
     waited: set[str] = field(factory=set)
     waiting: dict[str, tuple[Wait, int]] = field(factory=dict)  # stream -> its last wait, and the tick of that
@@ -194,12 +202,13 @@ class _Checker:
         for name, block in zip(launch.operands, blocks, strict=True):
             if block is None:
                 continue
-            if block.newest != name:
+            version = self.shown.get(name, name)
+            if block.newest != version:
                 writer = block.writer.launch if block.writer else None
                 self.breach(2, f"{use} takes {name}, which {block.newest} has replaced", writer, launch)
-            producer = self.producer.get(name)
+            producer = self.producer.get(version)
             if producer is None:
-                self.input(name, launch, use)
+                self.input(version, launch, use)
             elif not producer.before(use):
                 self.missing(1, f"{use} takes {name}, which {producer} produces", producer, use)
         for position, as_ in launch.op.written().items():
@@ -209,8 +218,9 @@ class _Checker:
             name = launch.op.results[as_]
             for other, (also, taken) in enumerate(zip(launch.op.operands, blocks, strict=False)):
                 if taken is block and other != position:
-                    text = f"{use} writes {launch.operands[position]} as {name} and takes it as {also} too"
-                    self.breach(2, text, None, launch)
+                    mine, theirs = launch.operands[position], launch.operands[other]
+                    what = "it" if theirs == mine else f"{theirs}, in the same memory,"
+                    self.breach(2, f"{use} writes {mine} as {name} and takes {what} as {also} too", None, launch)
             for reader in block.uses:
                 if not reader.before(use):
                     self.missing(2, f"{use} writes {launch.operands[position]}, which {reader} uses", reader, use)
@@ -245,10 +255,20 @@ class _Checker:
                 self.missing(2, f"{previous} and {use} share workspace {name!r}", previous, use)
             self.workspaces[name] = use
         if launch.op.communicates:
-            if self.collective is not None and not self.collective.before(use):
-                text = f"{self.collective} and {use} are collectives, which all ranks must run in one order"
-                self.missing(6, text, self.collective, use)
-            self.collective = use
+            self.collective(launch, use)
+
+    def collective(self, launch: Launch, use: _Use) -> None:
+        group = launch.op.group_of()
+        lane = group.name if group is not None and group.independent else None
+        previous = self.collectives.get(lane)
+        if previous is not None and not previous.before(use):
+            text = f"{previous} and {use} are collectives, which all ranks must run in one order"
+            self.missing(6, text, previous, use)
+        self.collectives[lane] = use
+        first = self.groups.setdefault(group.name, launch) if group is not None else launch
+        if first.op.group_of() != group:
+            text = f"'{launch}' and '{first}' must say the same of their group: got {group} and {first.op.group_of()}"
+            self.breach(0, text, first, launch)
 
     def reuse(self, launch: Launch, use: _Use) -> None:
         """Rule 3: this launch may take any memory that its stream was given back since its last launch.
@@ -270,10 +290,17 @@ class _Checker:
     def results(self, launch: Launch, use: _Use, blocks: list[_Memory | None]) -> None:
         written = launch.op.written()
         versions = {result: blocks[position] for position, result in written.items() if position < len(blocks)}
+        views = {
+            result: launch.operands[k] for result, k in launch.op.viewed().items() if k < len(blocks) and blocks[k]
+        }
         for index, (name, aval) in enumerate(zip(launch.results, self.infer(launch), strict=True)):
             if name in self.avals:
                 self.breach(0, f"{name} is produced twice, the second time by '{launch}'", None, launch)
             self.avals[name] = aval
+            if index in views:
+                self.shown[name] = self.shown.get(views[index], views[index])
+                self.memory[name] = self.memory[views[index]]
+                continue
             self.producer[name] = use
             block = versions.get(index) or _Memory(name, name, home=launch.stream, uses={use: None})
             if index in versions:
@@ -333,7 +360,7 @@ class _Checker:
         if block is None or block.dropped:
             return
         if block.home is None:
-            self.breach(3, f"input {drop.value} belongs to the caller and may not be dropped", None, drop)
+            self.breach(3, f"input {block.name} belongs to the caller and may not be dropped", None, drop)
             return
         block.dropped = drop
         block.covered = [dict(self.clock(stream)) for stream in block.kept]
@@ -358,5 +385,5 @@ class _Checker:
                 self.breach(0, f"output {name} is produced by nothing")
             elif block.dropped:
                 self.breach(3, f"output {name} is dropped", block.dropped)
-            elif block.newest != name:
+            elif block.newest != self.shown.get(name, name):
                 self.breach(2, f"output {name} has been replaced by {block.newest}")

@@ -2,7 +2,7 @@
 
 from attrs import field, frozen
 
-from mla_fx.effects.validate import integer, word
+from mla_fx.effects.validate import boolean, integer, word
 
 
 @frozen
@@ -10,10 +10,15 @@ class Group:
     """`size` ranks under a name, as in `Group("dcp", 8)`; prints like `dcp[8]`.
 
     Names are those of the field: "tp" for tensor, "dcp" for decode context, "ep" for expert parallelism.
+
+    A rank runs all its collectives in one order, whatever their groups, since on a real transport two that ranks begin
+    in two orders can wait for each other for ever.  `independent` declares that this group's transport goes on beside
+    all others, whichever was begun first: its collectives are in one order among themselves alone.
     """
 
     name: str = field(validator=word)
     size: int = field(validator=integer(1))
+    independent: bool = field(default=False, validator=boolean)
 
     def share(self, total: int) -> int:
         """How many of `total` a rank holds, padding included.
@@ -33,4 +38,4 @@ class Group:
         return slice(min(rank * size, total), min((rank + 1) * size, total))
 
     def __str__(self) -> str:
-        return f"{self.name}[{self.size}]"
+        return f"{self.name}[{self.size}]{' independent' if self.independent else ''}"

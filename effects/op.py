@@ -4,9 +4,10 @@ An `Op` holds static parameters only: no tensor, no callable, no backend.  What
 it says of itself are class attributes:
 
     operands      operand -> axes and kind, as in {"recv": "W T N L", "slots": "T int64", "lengths": "B host"}
-    results       names of the results
+    results       names of the results; none where the op is issued for its effect alone, as a prefetch is
     writes        operand -> result: that result is the operand's next version, in the same memory
-    uses          workspaces that the op needs for itself while it runs
+    views         result -> operand: that result is a view of the operand, in the same memory, and no version of its own
+    uses          workspaces that the op needs for itself while it runs; a parameter may name one
     communicates  how it meets the other ranks of its `group`: "all_gather", "all_to_all", "all_reduce", or None
 
 Every op reads all its operands, and has at least one.
@@ -38,8 +39,13 @@ class Op:
     operands: ClassVar[Mapping[str, str]] = MappingProxyType({})
     results: ClassVar[tuple[str, ...]] = ("out",)
     writes: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    uses: ClassVar[tuple[str, ...]] = ()
+    views: ClassVar[Mapping[str, str]] = MappingProxyType({})
     communicates: ClassVar[Meeting | None] = None
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Workspaces that the op needs for itself while it runs."""
+        return ()
 
     @property
     def name(self) -> str:
@@ -79,6 +85,10 @@ class Op:
         """Position of each operand that is written -> position of the result that is its next version."""
         return self._said().written
 
+    def viewed(self) -> Mapping[int, int]:
+        """Position of each result that is a view -> position of the operand in whose memory it lies."""
+        return self._said().viewed
+
     def on_host(self) -> frozenset[int]:
         """Positions of the operands that stay on the host."""
         return self._said().on_host
@@ -104,6 +114,7 @@ class _Said:
 
     name: str
     written: Mapping[int, int]
+    viewed: Mapping[int, int]
     on_host: frozenset[int]
 
 
@@ -112,4 +123,19 @@ def _said(op: type[Op]) -> _Said:
     names = list(op.operands)
     written = {names.index(operand): op.results.index(result) for operand, result in op.writes.items()}
     on_host = frozenset(k for k, text in enumerate(op.operands.values()) if operand(text).on_host)
-    return _Said(stem(op), MappingProxyType(written), on_host)
+    return _Said(stem(op), MappingProxyType(written), MappingProxyType(_viewed(op, on_host)), on_host)
+
+
+def _viewed(op: type[Op], on_host: frozenset[int]) -> dict[int, int]:
+    """What `views` says, by position; raises `InputError` where it cannot be so."""
+    names, found = list(op.operands), dict[int, int]()
+    for result, source in op.views.items():
+        where = f"{stem(op)}.views"
+        if result not in op.results or source not in names:
+            raise InputError(f"{where}: must give an operand for a result: got {result!r}: {source!r}")
+        if result in op.writes.values() or source in op.writes:
+            raise InputError(f"{where}: what is written has a next version, and no view beside it: got {source!r}")
+        if names.index(source) in on_host or op.communicates:
+            raise InputError(f"{where}: must be of memory of this rank's device: got {source!r}")
+        found[op.results.index(result)] = names.index(source)
+    return found

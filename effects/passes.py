@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from mla_fx.effects.aval import Aval, operand
 from mla_fx.effects.op import Op
-from mla_fx.effects.step import Equation, Names, Step, StepError, memory_of, on_host, trace
+from mla_fx.effects.step import Equation, Names, Step, StepError, memory_of, on_host, trace, versions_of
 
 Pass = Callable[[Step], Step]
 
@@ -34,7 +34,7 @@ def rewrite(step: Step, match: Callable[[Step, Equation], Found | None]) -> Step
     find, or where the last part cannot be issued in the place of all, since something between them needs a part's
     result or touches what a part writes, or writes what a part reads.  Raises `StepError` for parts that are none.
     """
-    place = {equation.results: index for index, equation in enumerate(step.equations)}
+    place = {equation.results: index for index, equation in enumerate(step.equations) if equation.results}
     moves = _Moves(step)
     gone: dict[int, Equation | None] = {}
     for index, equation in enumerate(step.equations):
@@ -73,6 +73,13 @@ class _Moves:
         """The memory that an equation takes."""
         return {self.root[name] for name in equation.operands}
 
+    def lying(self, equations: Sequence[Equation], results: Sequence[str]) -> dict[str, str]:
+        """Those of the results that lie in memory which the equations take, each with that memory."""
+        made = {name for equation in equations for name in equation.results}
+        taken = {name for equation in equations for name in equation.operands} - made
+        root = memory_of(taken, equations)
+        return {name: self.root.get(root[name], "") for name in results if root.get(name) in taken}
+
     def mean_the_same(self, parts: Sequence[int], whole: Equation) -> bool:
         """Whether `whole`, in the place of the last part, means what the parts mean."""
         equations, among = self.step.equations, set(parts)
@@ -81,6 +88,8 @@ class _Moves:
         written = {memory for part in mine for memory in self.written(part)}
         touched = {memory for part in mine for memory in self.touched(part)}
         inside = given - set(whole.results)
+        if self.lying(mine, whole.results) != self.lying([whole], whole.results):
+            return False
         # What the parts make for themselves has memory that nobody else knows: writing it is no matter of the whole's.
         if written - inside != {self.root.get(whole.operands[position], "") for position in whole.op.written()}:
             return False
@@ -112,7 +121,7 @@ def inline(step: Step, keep: Collection[type[Op]] = ()) -> Step:
         for part in parts.equations:
             for name in part.results:
                 if name not in names:
-                    names[name] = free.unused(f"{equation.results[0]}_{name}")
+                    names[name] = free.unused("_".join((*equation.results[:1], name)))
             operands, results = ([names[name] for name in group] for group in (part.operands, part.results))
             equations.append(Equation(part.op, tuple(operands), tuple(results), equation.tag))
     return evolve(step, equations=tuple(equations))
@@ -136,18 +145,24 @@ def definition(op: Op, avals: Sequence[Aval]) -> Step:
         )
     if len(set(step.outputs)) < len(step.outputs) or not set(step.outputs).isdisjoint(op.operands):
         raise StepError(f"{op.name}: its parts must give every result, and each once: got {step.outputs}")
-    versions = {list(op.operands)[position]: step.outputs[result] for position, result in op.written().items()}
+    versions = {step.outputs[result]: list(op.operands)[position] for position, result in op.written().items()}
+    views = {step.outputs[result]: list(op.operands)[position] for result, position in op.viewed().items()}
     written = {root[part.operands[position]] for part in step.equations for position in part.op.written()}
-    in_place = {root[name]: name for name in step.outputs if root[name] in op.operands}
-    if in_place != versions or not written.intersection(op.operands) <= versions.keys():
+    in_place = {name: root[name] for name in step.outputs if root[name] in op.operands}
+    seen = {name: memory for name, memory in in_place.items() if name not in versions and memory not in written}
+    in_place = {name: memory for name, memory in in_place.items() if name not in seen}
+    if in_place != versions or not written.intersection(op.operands) <= set(versions.values()):
         raise StepError(
-            f"{op.name}: its parts must write what it writes, {', '.join(versions) or 'nothing'}: got {step}"
+            f"{op.name}: its parts must write what it writes, {', '.join(versions.values()) or 'nothing'}: got {step}"
         )
-    replaced: set[str] = set()
+    if seen != views:
+        said = ", ".join(views.values()) or "nothing"
+        raise StepError(f"{op.name}: its parts must give views of what it does, {said}: got {step}")
+    replaced, shown = set[str](), versions_of(op.operands, step.equations)
     for part in step.equations:
-        if not replaced.isdisjoint(part.operands):
+        if not replaced.isdisjoint(shown[name] for name in part.operands):
             raise StepError(f"{op.name}: its parts run as written, so none may take what is replaced: got '{part}'")
-        replaced.update(part.operands[position] for position in part.op.written())
+        replaced.update(shown[part.operands[position]] for position in part.op.written())
         if part.op.communicates:
             raise StepError(f"{op.name}: the parts of an op must not communicate: got '{part}'")
         if not set(part.op.uses) <= set(op.uses):

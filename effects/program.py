@@ -16,6 +16,7 @@ and every launch there follows the start of main.  A program compares by value
 and prints like a jaxpr with its streams.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from attrs import evolve, field, frozen
 from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 from mla_fx.effects.step import Input as Input
-from mla_fx.effects.step import avals_of, memory_of
+from mla_fx.effects.step import avals_of, call, memory_of
 
 #: The stream that inputs are ready on and outputs are read on.
 MAIN: Final = "main"
@@ -44,8 +45,7 @@ class Launch:
         notes = [f"uses {name}" for name in self.op.uses]
         if self.op.communicates:
             notes.append(f"over {self.op.group_of()}")
-        call = f"{', '.join(self.results)} = {self.op.name} {' '.join(self.operands)}"
-        return f"{call}    {', '.join(notes)}" if notes else call
+        return f"{call(self)}    {', '.join(notes)}" if notes else call(self)
 
 
 @frozen
@@ -160,7 +160,8 @@ class Program:
         return avals_of(self.inputs, self.launches)
 
     def memory(self) -> dict[str, str]:
-        """For every value, the value in whose memory it lies: itself, or the first version of its state."""
+        """For every value, the value in whose memory it lies: itself, the first version of its state, or what it is a
+        view of."""
         return memory_of((put.name for put in self.inputs), self.launches)
 
     def states(self) -> tuple[str, ...]:
@@ -170,8 +171,26 @@ class Program:
         return tuple(put.name for put in self.inputs if put.name in written)
 
     def home(self) -> dict[str, str]:
-        """For every value that a launch allocates, the stream it is allocated on."""
-        return {name: launch.stream for launch in self.launches for name in launch.results}
+        """For every value in memory that a launch allocates, the stream it is allocated on."""
+        root = self.memory()
+        made = {name: launch.stream for launch in self.launches for name in launch.results}
+        return {name: made[memory] for name, memory in root.items() if memory in made}
+
+    def spent(self) -> frozenset[str]:
+        """Values that a launch makes and one launch takes, once, on the stream that they are allocated on.
+
+        Nobody else ever sees such a value, so the launch that takes it may make a result in its memory: the result is
+        allocated on the same stream, and what is on that stream comes later.
+        """
+        home, root = self.home(), self.memory()
+        taken = Counter(name for launch in self.launches for name in launch.operands)
+        taken.update(self.outputs)
+        return frozenset(
+            name
+            for launch in self.launches
+            for name in launch.operands
+            if home.get(name) == launch.stream and taken[name] == 1 and root[name] == name
+        )
 
     def __iter__(self) -> Iterator[Effect]:
         return iter(self.effects)

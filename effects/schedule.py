@@ -8,9 +8,10 @@ they were written, where it gives none).  For launches i before j in issue
 order, the law wants "i before j" when
 
     j reads what i produced;  i and j touch one state, one of them writing;
-    i and j use one workspace;  i and j are collectives of whatever groups,
+    i and j use one workspace;  i and j are collectives, of one group or of groups that are not independent,
 
-and inputs are ready, outputs read, on the main stream.  What stream order does
+and inputs are ready, outputs read, on the main stream.  A view is the memory
+and the content of what it is a view of: whoever takes it takes that.  What stream order does
 not give, a wait gives; of the waits only the transitive reduction is kept, so
 none can be left out and no order is added that nobody asked for.
 
@@ -40,7 +41,7 @@ the caller did with the outputs on main before letting go of them.
 
 import heapq
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Final, Literal
@@ -49,7 +50,7 @@ from attrs import define, field, frozen
 
 from mla_fx.effects.orchestration import Orchestration, orchestration
 from mla_fx.effects.program import MAIN, Drop, Effect, Keep, Launch, Program, Record, Stage, Wait
-from mla_fx.effects.step import Equation, Input, Step, StepError, memory_of
+from mla_fx.effects.step import Equation, Input, Step, StepError, memory_of, versions_of
 
 Mode = Literal["minimal", "conservative"]
 
@@ -67,7 +68,9 @@ def schedule(step: Step, given: Orchestration | Callable[[Equation], str], *, mo
     if mode not in ("minimal", "conservative"):
         raise ScheduleError(f"mode must be 'minimal' or 'conservative': got {mode!r}")
     chosen = orchestration(given)
-    launches = [_launch(equation, chosen) for equation in _issue_order(_permuted(step, chosen), step.outputs)]
+    for one in chosen.passes:
+        step = one(step)
+    launches = [_launch(equation, chosen) for equation in _issue_order(step, _permuted(step, chosen))]
     used = {launch.stream for launch in launches}
     if idle := [stream for stream in chosen.streams if stream not in used]:
         raise ScheduleError(
@@ -88,8 +91,9 @@ def _permuted(step: Step, chosen: Orchestration) -> tuple[Equation, ...]:
         raise ScheduleError(f"orchestration {chosen.name}: its order must leave {step.name} a step: {error}") from error
     if ordered is step:
         return step.equations
-    # Names of results are unique in a step, so equal sets of equations are permutations.
-    if not isinstance(ordered, Step) or _around(ordered) != _around(step) or {*ordered.equations} != {*step.equations}:
+    # Equations without results may be there twice.
+    permuted = isinstance(ordered, Step) and Counter(ordered.equations) == Counter(step.equations)
+    if not permuted or _around(ordered) != _around(step):
         raise ScheduleError(f"orchestration {chosen.name}: its order must permute the equations of {step.name} only")
     return ordered.equations
 
@@ -112,31 +116,38 @@ def _launch(equation: Equation, chosen: Orchestration) -> Launch:
 # --- issue order -------------------------------------------------------------
 
 
-def _issue_order(equations: Sequence[Equation], outputs: Iterable[str]) -> list[Equation]:
+def _issue_order(step: Step, equations: Sequence[Equation]) -> list[Equation]:
     """The order given, except that operands come first, and a state's readers before what replaces their version."""
+    inputs = [put.name for put in step.inputs]
+    shown, root = versions_of(inputs, step.equations), memory_of(inputs, step.equations)
     producer = {name: index for index, equation in enumerate(equations) for name in equation.results}
     after = [{producer[name] for name in e.operands if name in producer} for e in equations]
     readers: dict[str, list[int]] = defaultdict(list)
     writers: dict[str, int] = {}
     for index, equation in enumerate(equations):
         written = equation.op.written()
+        memory = [root[name] for name in equation.operands]
         for position, name in enumerate(equation.operands):
+            version = shown[name]
             if position not in written:
-                readers[name].append(index)
-            elif equation.operands.count(name) > 1:
-                raise ScheduleError(f"{name}: a state must be one operand of what writes it: got '{equation}'")
-            elif name in writers:
+                readers[version].append(index)
+            elif memory.count(memory[position]) > 1:
+                both = " and ".join(n for n in dict.fromkeys(equation.operands) if root[n] == memory[position])
+                raise ScheduleError(f"{both}: a state must be one operand of what writes it: got '{equation}'")
+            elif version in writers:
                 raise ScheduleError(
-                    f"{name} is a state, and a version of a state is written once: got '{equations[writers[name]]}' "
-                    f"and '{equation}'; the second must write what the first returns"
+                    f"{version} is a state, and a version of a state is written once: got "
+                    f"'{equations[writers[version]]}' and '{equation}'; the second must write what the first returns"
                 )
             else:
-                writers[name] = index
-    for name, writer in writers.items():
-        after[writer] |= {reader for reader in readers[name] if reader != writer}
-    for name in outputs:
-        if name in writers:
-            raise ScheduleError(f"output {name} is a version of a state that '{equations[writers[name]]}' replaces")
+                writers[version] = index
+    for version, writer in writers.items():
+        after[writer] |= {reader for reader in readers[version] if reader != writer}
+    for name in step.outputs:
+        if shown[name] in writers:
+            raise ScheduleError(
+                f"output {name} is a version of a state that '{equations[writers[shown[name]]]}' replaces"
+            )
     return [equations[index] for index in _topological(after, equations)]
 
 
@@ -211,9 +222,11 @@ class _Plan:
     before: list[_Before] = field(factory=list)  # what runs before each launch
     on: dict[str, list[int]] = field(factory=lambda: defaultdict(list))  # stream -> its launches
     root: Mapping[str, str] = field(init=False)  # value -> the value in whose memory it lies
+    shown: Mapping[str, str] = field(init=False)  # value -> the value whose content it shows
 
     def __attrs_post_init__(self) -> None:
-        self.root = memory_of((put.name for put in self.inputs), self.launches)
+        inputs = [put.name for put in self.inputs]
+        self.root, self.shown = memory_of(inputs, self.launches), versions_of(inputs, self.launches)
         for j, launch in enumerate(self.launches):
             self.on[launch.stream].append(j)
 
@@ -238,16 +251,16 @@ class _Plan:
     def _needs(self) -> Iterable[dict[int, list[str]]]:
         """For each launch, and for the end, the launches that must run before it, each with what for."""
         producer = {put.name: _START for put in self.inputs}
-        root = self.root
+        root, shown = self.root, self.shown
         users: dict[str, list[int]] = defaultdict(list)  # of a state, since it was written
         writer: dict[str, int] = {}
         workspace: dict[str, int] = {}  # its last user
-        collective: int | None = None  # the last one
+        collective: dict[str | None, int] = {}  # independent group, or None for all others -> the last one
         for j, launch in enumerate(self.launches):
             need: dict[int, list[str]] = defaultdict(list)
             written = launch.op.written()
             for position, name in enumerate(launch.operands):
-                sources = [producer[name]]
+                sources = [producer[shown[name]]]
                 sources += [writer[root[name]]] if root[name] in writer else []
                 sources += users[root[name]] if position in written else []
                 for i in sources:
@@ -257,9 +270,11 @@ class _Plan:
                     need[workspace[name]].append(name)
                 workspace[name] = j
             if launch.op.communicates:
-                if collective is not None:
-                    need[collective].append("collectives")
-                collective = j
+                group = launch.op.group_of()
+                lane = group.name if group is not None and group.independent else None
+                if lane in collective:
+                    need[collective[lane]].append("collectives")
+                collective[lane] = j
             producer.update(dict.fromkeys(launch.results, j))
             for result in written.values():
                 memory = root[launch.results[result]]
@@ -269,7 +284,7 @@ class _Plan:
             yield need
         end: dict[int, list[str]] = defaultdict(list)
         for name in self.outputs:
-            end[producer[name]].append(name)
+            end[producer[shown[name]]].append(name)
         for mine in self.on.values():  # an equation that no output needs is issued, and joins, like all others
             if mine[-1] not in end:
                 end[mine[-1]].append("end")

@@ -74,7 +74,7 @@ class Equation:
         return f".{scope}." in f".{self.tag}."
 
     def __str__(self) -> str:
-        return f"{', '.join(self.results)} = {self.op.name} {' '.join(self.operands)}"
+        return call(self)
 
 
 class Applied(Protocol):
@@ -91,6 +91,12 @@ class Applied(Protocol):
     @property
     def results(self) -> tuple[str, ...]:
         """What it gives."""
+
+
+def call(applied: Applied) -> str:
+    """How an op applied to values is written: results, op, operands."""
+    results = f"{', '.join(applied.results)} = " if applied.results else ""
+    return f"{results}{applied.op.name} {' '.join(applied.operands)}"
 
 
 @frozen
@@ -140,8 +146,8 @@ class Step:
             if equation.tag != scope:
                 scope = equation.tag
                 lines.append(f"    # {scope}".rstrip())
-            results = ", ".join(f"{name}: {found[name]}" for name in equation.results)
-            lines.append(f"    {results} = {equation.op.name} {' '.join(equation.operands)}")
+            typed = tuple(f"{name}: {found[name]}" for name in equation.results)
+            lines.append(f"    {call(evolve(equation, results=typed))}")
         return "\n".join([*lines, f"  in {' '.join(self.outputs)} }}"])
 
 
@@ -271,7 +277,8 @@ def trace(function: Callable[..., Any], title: str = "", /, **arguments: Any) ->
     """The step of a function of values: called once, with a value for every leaf of its arguments.
 
     Arguments are pytrees of avals, as they are or marked by `staged`, `on_host` and `parameters`; what the step
-    writes is a state.  What no output needs is left out.
+    writes is a state.  What no output needs is left out; an op without
+    results is there for its effect and stays.
 
     >>> from mla_fx.effects import ops
     >>> x = Aval((4, 64), "bf16")
@@ -323,10 +330,10 @@ def _inputs(made: Trace, arguments: Mapping[str, Any]) -> tuple[dict[Value, Inpu
 
 
 def _needed(written: list[_Bound], outputs: list[Value]) -> list[_Bound]:
-    """What the outputs follow from."""
+    """What the outputs follow from, and what is there for its effect: what has no result."""
     alive, found = set(outputs), []
     for bound in reversed(written):
-        if not alive.isdisjoint(bound.results):
+        if not bound.results or not alive.isdisjoint(bound.results):
             alive.update(bound.operands)
             found.append(bound)
     return found[::-1]
@@ -354,10 +361,23 @@ def _with_states(inputs: tuple[Input, ...], equations: Iterable[Equation]) -> tu
 
 
 def memory_of(inputs: Iterable[str], equations: Iterable[Applied]) -> dict[str, str]:
-    """For every value, the value in whose memory it lies: an op that writes a state returns it in the same memory."""
+    """For every value, the value in whose memory it lies: an op returns a state that it writes, and what it gives a
+    view of, in the same memory."""
     root = {name: name for name in inputs}
     for equation in equations:
         root.update((name, name) for name in equation.results)
         for position, result in equation.op.written().items():
             root[equation.results[result]] = root[equation.operands[position]]
+        for result, position in equation.op.viewed().items():
+            root[equation.results[result]] = root[equation.operands[position]]
     return root
+
+
+def versions_of(inputs: Iterable[str], equations: Iterable[Applied]) -> dict[str, str]:
+    """For every value, the value whose content it shows: itself, or for a view what it is a view of."""
+    shown = {name: name for name in inputs}
+    for equation in equations:
+        shown.update((name, name) for name in equation.results)
+        for result, position in equation.op.viewed().items():
+            shown[equation.results[result]] = shown[equation.operands[position]]
+    return shown

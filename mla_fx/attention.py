@@ -28,13 +28,14 @@ def history_attention(
     history_lengths: Value,
     *,
     scale: float,
+    workspace: str = ops.WORKSPACE,
 ) -> tuple[Value, Value]:
     """All heads' queries [T, H, L], [T, H, R] over this rank's shard -> output [T, H, L] and natural LSE [T, H].
 
     Unmasked; rows without a key give 0 and -inf.  See `ops.HistoryAttention`.
     """
     out, lse = bind(
-        ops.HistoryAttention(scale),
+        ops.HistoryAttention(scale, workspace),
         q_latent,
         q_rope,
         cache.latent,
@@ -47,11 +48,18 @@ def history_attention(
 
 
 def current_attention(
-    q_latent: Value, q_rope: Value, latent: Value, k_rope: Value, query_lengths: Value, *, scale: float
+    q_latent: Value,
+    q_rope: Value,
+    latent: Value,
+    k_rope: Value,
+    query_lengths: Value,
+    *,
+    scale: float,
+    workspace: str = ops.WORKSPACE,
 ) -> tuple[Value, Value]:
     """Own heads' queries [T, N, L], [T, N, R] over the new tokens, causal -> output [T, N, L] and natural LSE [T, N].
 
     See `ops.CurrentAttention`.
     """
-    out, lse = bind(ops.CurrentAttention(scale), q_latent, q_rope, latent, k_rope, query_lengths)
+    out, lse = bind(ops.CurrentAttention(scale, workspace), q_latent, q_rope, latent, k_rope, query_lengths)
     return out, lse

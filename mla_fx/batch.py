@@ -7,7 +7,7 @@ batch of its shape.
 from collections import Counter
 from collections.abc import Sequence
 from operator import index
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -57,16 +57,9 @@ def plan_batch(
     `table_width` are the T, B and M of the program, to which the batch is padded.
     Raises `InputError` naming the field.
     """
-    query, history = _integers("query", "length", query), _integers("history", "length", history)
-    if len(history) != len(query):
-        raise InputError(f"history: must have one length for each of query, {len(query)}: got {len(history)}")
+    history, query = _lengths(history, query, tokens)
     if len(query) > requests:
         raise InputError(f"query: must have at most B = {requests} requests: got {len(query)}")
-    for name, lengths in (("history", history), ("query", query)):
-        if min(lengths, default=0) < 0:
-            raise InputError(f"{name}: each length must be at least 0: got {lengths}")
-    if sum(query) > tokens:
-        raise InputError(f"query: the sum must be at most T = {tokens} tokens: got {sum(query)}, from {query}")
     table = _table(sharding, history, query, block_table, blocks, requests, table_width)
 
     padding = tokens - sum(query)
@@ -87,6 +80,45 @@ def plan_batch(
         )
         for rank, slots in enumerate(sharding.slots(real, rows))
     ]
+
+
+def plan_parts(
+    sharding: Sharding,
+    *,
+    history: Sequence[int],
+    query: Sequence[int],
+    tokens: Sequence[int],
+    **sizes: Any,
+) -> list[tuple[Planned, ...]]:
+    """The micro-batches of all ranks for one step, by `plan_batch` each, with `tokens` for each instead of T.
+
+    The new tokens stay in their order: the first micro-batch has as many as it holds, the next goes on.  A request
+    that is cut has its first new tokens in one, and in the next these are history.  `sizes` are as there.
+    """
+    history, query = _lengths(history, query, sum(tokens))
+    left, plans = query, []
+    for count in tokens:
+        own, room = [], count
+        for length in left:
+            own.append(min(length, room))
+            room -= own[-1]
+        before = [start + new - rest for start, new, rest in zip(history, query, left, strict=True)]
+        plans.append(plan_batch(sharding, history=before, query=own, tokens=count, **sizes))
+        left = tuple(length - taken for length, taken in zip(left, own, strict=True))
+    return list(zip(*plans, strict=True))
+
+
+def _lengths(history: Sequence[int], query: Sequence[int], tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """History and query, checked: a pair for each request, none negative, no more new tokens than there is room for."""
+    query, history = _integers("query", "length", query), _integers("history", "length", history)
+    if len(history) != len(query):
+        raise InputError(f"history: must have one length for each of query, {len(query)}: got {len(history)}")
+    for name, lengths in (("history", history), ("query", query)):
+        if min(lengths, default=0) < 0:
+            raise InputError(f"{name}: each length must be at least 0: got {lengths}")
+    if sum(query) > tokens:
+        raise InputError(f"query: the sum must be at most T = {tokens} tokens: got {sum(query)}, from {query}")
+    return history, query
 
 
 def _table(

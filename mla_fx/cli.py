@@ -1,4 +1,4 @@
-"""The command line: `mla-fx decode`, `mla-fx generate`, `mla-fx show`, `mla-fx check`.
+"""The command line: `mla-fx decode`, `mla-fx generate`, `mla-fx show`, `mla-fx check`, `mla-fx probe`.
 
 An edge of the package: it chooses backends and reads checkpoints.
 """
@@ -71,14 +71,25 @@ _SHOW = """
 Print the program of an orchestration: what is staged, launches with their
 streams, and the records, waits, keeps and drops derived for them, numbered.
 --step prints the step instead, before anything is scheduled: inputs, equations
-by scope, outputs, with all shapes; --ops what each op takes and gives.  Sizes are those of DeepSeek-V3 unless
---model names a checkpoint directory.
+by scope, outputs, with all shapes; --ops what each op takes and gives.  --cost
+prints what the program costs on paper: launches, events, keeps, bytes on the
+wire, memory; --costs the same of all named orchestrations, as a table.  Sizes
+are those of DeepSeek-V3 unless --model names a checkpoint directory.
 """
 _CHECK = """
 Say whether a program is legal: the program of an orchestration, of yours
 (module:name, an Orchestration or a function from equation to stream), or one
 you wrote (--program module:name).  --without K leaves effect number K out, as `mla-fx show` counts
 them, to see what the law says to that.  Exit status 0: legal, 1: not.
+"""
+_PROBE = """
+Ask an NPU what the Ascend backend builds on and only hardware can tell:
+fourteen points, each held against the host.  Prints versions and the
+environment, what holds, what does not, and what that means for the backend.
+Nothing is changed and nothing written but the report of --json; what the device
+refuses, or dies of, is an answer like any other.  Under torchrun every process
+asks its own device, and all of them together what collectives do.  Exit status
+1: something does not hold that the backend rests on.
 """
 _EXAMPLES = {
     "decode": [
@@ -97,10 +108,16 @@ _EXAMPLES = {
         "mla-fx show --orchestration exchange-aside --mode conservative",
         "mla-fx show --layers 4",
         "mla-fx show --step        what is scheduled",
+        "mla-fx show --cost --layers 61        what it costs on paper",
         "mla-fx show --ops        what a step can be made of",
         "mla-fx show --ranks 2 --device-trace        what an emulated Ascend gets to do",
     ],
     "check": ["mla-fx check --layers 61", "mla-fx check --without 23", "mla-fx check --orchestration mine:two_streams"],
+    "probe": [
+        "mla-fx probe --json report.json",
+        "mla-fx probe --emulate --cann 8.5        what that release is known to do",
+        "torchrun --nproc-per-node 8 -m mla_fx probe",
+    ],
 }
 
 
@@ -139,11 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         description="MLA decode under decode context parallelism, with stream effects that are derived and checked.",
         epilog="Each command has its own --help.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="decode | generate | show | check")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="decode | generate | show | check | probe")
     decode = _command(commands, "decode", "run decode steps and compare them with the reference", _DECODE, _decode)
     generate = _command(commands, "generate", "generate text from prompts", _GENERATE, _generate)
     show = _command(commands, "show", "print the program of an orchestration", _SHOW, _show)
     check = _command(commands, "check", "the verdict of the law on a program", _CHECK, _check)
+    _probe_options(_command(commands, "probe", "ask an NPU what the Ascend backend builds on", _PROBE, _probe))
     for command in (decode, generate, show, check):
         _shape_options(command, small=command in (decode, generate))
     for command in (decode, generate):
@@ -159,6 +177,10 @@ def _parser() -> argparse.ArgumentParser:
         "--device-trace", action="store_true", help="run one step on the emulated Ascend and print what reached it"
     )
     show.add_argument("--step", action="store_true", help="print the step instead, before it is scheduled")
+    show.add_argument("--cost", action="store_true", help="print what the program costs on paper instead")
+    show.add_argument(
+        "--costs", action="store_true", help="print a table of what all named orchestrations cost instead"
+    )
     show.add_argument("--ops", action="store_true", help="print the table of all ops instead")
     show.add_argument("--seed", type=int, default=0, help="of the emulated device (default 0)")
     check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
@@ -209,7 +231,11 @@ def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
         help="what is kept alive (default %(default)s)",
     )
     add("--replicate-query", action="store_true", help="every rank projects all heads' queries; nothing is gathered")
-
+    add(
+        "--project-before-merge",
+        action="store_true",
+        help="every rank projects all heads' values, which are exchanged in place of latents",
+    )
     add("--quantization", choices=QUANTIZATIONS, help="store projections in 8 bits (default: in the dtype)")
 
 
@@ -269,6 +295,14 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     add("--presence-penalty", type=float, metavar="X", help="subtracted from the logits of tokens of the text")
 
 
+def _probe_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--emulate", action="store_true", help="ask the emulated CANN, without an NPU")
+    add("--cann", metavar="RELEASE", help="to emulate: 8.5, 9.0 or 9.1 (default: the newest)")
+    add("--json", metavar="FILE", help="write the report there")
+    parser.set_defaults(model=None)
+
+
 def _natural(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"must be an integer of at least 0: got {text!r}")
@@ -315,6 +349,12 @@ def _generate(options: argparse.Namespace) -> int:
     return generate(options, chosen_orchestration(options.orchestration))
 
 
+def _probe(options: argparse.Namespace) -> int:
+    from mla_fx.cli_probe import probe
+
+    return probe(options)
+
+
 def _step(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Step]:
     from mla_fx.models import deepseek_v3_config, load_config, model_step
 
@@ -326,8 +366,12 @@ def _step(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Step]:
         block_size=options.block_size,
         dtype=options.dtype,
         replicate_query=options.replicate_query,
+        project_before_merge=options.project_before_merge,
         quantization=options.quantization,
+        split=chosen_orchestration(options.orchestration).split,
     )
+    if options.layers is None and shape.split == "layers":
+        raise InputError(f"--orchestration: {options.orchestration} splits whole layers: must come with --layers")
     if options.layers is None:
         return config, shape, attention_step(config.attention, shape)
     return config, shape, model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens)
@@ -337,15 +381,31 @@ def _program(options: argparse.Namespace, step: Step) -> Program:
     return schedule(step, chosen_orchestration(options.orchestration), mode=options.mode)
 
 
+def _named_program(options: argparse.Namespace, name: str) -> Program:
+    """The program that the same options give with another orchestration."""
+    other = argparse.Namespace(**{**vars(options), "orchestration": name})
+    return _program(other, _step(other)[2])
+
+
 def _show(options: argparse.Namespace) -> int:
     if options.ops:
         print(ops.listing())
+        return 0
+    if options.costs:
+        from mla_fx.cli_cost import table
+
+        print(table((name, _named_program(options, name)) for name in orchestrations.NAMED))
         return 0
     config, shape, step = _step(options)
     if options.step:
         print(step)
         return 0
     program = _program(options, step)
+    if options.cost:
+        from mla_fx.cli_cost import report
+
+        print(report(program))
+        return 0
     if options.device_trace:
         from mla_fx.cli_trace import device_trace
 

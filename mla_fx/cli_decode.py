@@ -142,6 +142,7 @@ def _shape(options: argparse.Namespace, requests: int, longest: int, dtype: str)
         table_width=width,
         dtype=dtype,
         replicate_query=options.replicate_query,
+        project_before_merge=options.project_before_merge,
         quantization=options.quantization,
     )
 

@@ -71,6 +71,7 @@ class Asked:
             table_width=width,
             dtype=dtype(options, checkpoint.config, backend),
             replicate_query=options.replicate_query,
+            project_before_merge=options.project_before_merge,
             quantization=options.quantization,
         )
         runner = Runner.load(

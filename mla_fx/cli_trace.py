@@ -6,9 +6,9 @@ import math
 import torch
 from torch.utils import _pytree as pytree
 
-from mla_fx import Sharding, backends, plan_batch
+from mla_fx import Sharding, backends
 from mla_fx.backends.ascend.emulator import Traced, emulate
-from mla_fx.decode import StepShape, attention_avals
+from mla_fx.decode import StepShape, attention_avals, plan_step
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, InputError, Program, Record
 from mla_fx.models import ModelConfig
@@ -70,14 +70,11 @@ def _given(config: ModelConfig, shape: StepShape) -> tuple[list[object], tuple[o
     cache = {"blocks": shape.blocks, "block_size": shape.block_size, "dtype": DTYPES[shape.dtype]}
     caches = [empty_cache(config.attention, **cache)[0] for _ in ranks]  # type: ignore[arg-type]
     hidden = made(Aval((shape.tokens, config.attention.hidden_size), shape.dtype))
-    batches = plan_batch(
+    batches = plan_step(
         Sharding(ranks=shape.ranks, block_size=shape.block_size),
+        shape,
         history=[shape.block_size // 2] * shape.requests,
         query=[1] * shape.tokens,
         block_table=[[b] for b in range(shape.requests)],
-        blocks=shape.blocks,
-        tokens=shape.tokens,
-        requests=shape.requests,
-        table_width=shape.table_width,
     )
     return params, (caches, [hidden] * shape.ranks, batches)

@@ -3,25 +3,39 @@
 `mla_attention` is the whole attention of a layer; read it first.  What makes a
 step of it (`attention_step`) only names the inputs and says their shapes.
 `mla_fx.models` stacks layers to a model.
+
+A step may be split into two micro-batches: the first half of its tokens, and
+the rest.  `in_parts` calls a function on each half in turn, with the half's own
+lengths and table; a request that is cut goes on in the second half, where what
+the first has written to the cache is history.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
-from attrs import field, frozen
+import torch
+from attrs import evolve, field, frozen
 
 from mla_fx.attention import current_attention, history_attention, write_cache
-from mla_fx.batch import Batch
+from mla_fx.batch import Batch, Planned, plan_batch, plan_parts
 from mla_fx.config import MlaConfig
-from mla_fx.effects import Aval, Group, Step, Value, on_host, parameters, scope, staged, trace
+from mla_fx.effects import Aval, Group, InputError, Step, Value, on_host, ops, parameters, scope, staged, trace
 from mla_fx.effects.aval import FLOATS
-from mla_fx.effects.validate import boolean, integer, one_of
-from mla_fx.exchange import all_reduce, all_to_all, combine, gather_heads, local_heads
+from mla_fx.effects.validate import boolean, integer, one_of, word
+from mla_fx.exchange import all_reduce, all_to_all, combine, gather_heads
 from mla_fx.parameters import AttentionParams, Cache, QueryLora, QueryPlain
-from mla_fx.projections import absorb_query, linear, rms_norm, rope, rope_angles, v_up
-from mla_fx.weights import attention_weights, avals, shares
+from mla_fx.passes import project_before_merge, replicate_query
+from mla_fx.projections import absorb_query, join_tokens, linear, rms_norm, rope, rope_angles, split_tokens, v_up
+from mla_fx.sharding import Sharding
+from mla_fx.weights import Form, attention_weights, avals, shares
 
 #: How weights may be stored, beside the activations' dtype.
 QUANTIZATIONS = ("w8a8",)
+#: Scopes that a step may run in two micro-batches: the attention of each layer, or all layers from first to last.
+SPLITS: Final = ("attention", "layers")
+
+#: What a function on tokens updates: the cache of a layer, or those of several.
+Caches = TypeVar("Caches")
 
 
 @frozen(kw_only=True)
@@ -29,8 +43,11 @@ class StepShape:
     """The sizes a program is built for; lengths, slots and tables are inputs and may change at every step.
 
     `ranks` W, `tokens` T and `requests` B with padding, `blocks` C of `block_size` S in a rank's cache,
-    `table_width` M, activation `dtype`; `replicate_query`: every rank projects all heads and nothing is gathered;
-    `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate, embedding and head.
+    `table_width` M, activation `dtype`; `replicate_query` and `project_before_merge`: the passes of these names
+    (`mla_fx.passes`); `round_angles`: rotary angles in `dtype` instead of float32, for operators that want them so
+    (`ops.RopeAngles`); `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate,
+    embedding and head; `split`: the scope that runs in two micro-batches (`SPLITS`), each with a batch of its own;
+    `workspace`: the scratch of the attention operators, by name.
     """
 
     ranks: int = field(default=1, validator=integer(1))
@@ -41,7 +58,15 @@ class StepShape:
     table_width: int = field(default=16, validator=integer(1))
     dtype: str = field(default="bf16", validator=one_of(*FLOATS))
     replicate_query: bool = field(default=False, validator=boolean)
+    project_before_merge: bool = field(default=False, validator=boolean)
+    round_angles: bool = field(default=False, validator=boolean)
     quantization: str | None = field(default=None, validator=one_of(None, *QUANTIZATIONS))
+    split: str | None = field(default=None, validator=one_of(None, *SPLITS))
+    workspace: str = field(default=ops.WORKSPACE, validator=word)
+
+    def __attrs_post_init__(self) -> None:
+        if self.split and self.tokens < 2:
+            raise InputError(f"tokens: must be at least 2 to be split into micro-batches: got {self.tokens}")
 
     @property
     def tp(self) -> Group:
@@ -57,6 +82,27 @@ class StepShape:
     def ep(self) -> Group:
         """Expert parallelism: who shares the routed experts."""
         return Group("ep", self.ranks)
+
+    @property
+    def form(self) -> Form:
+        """The form that the attention's weights are in, as `mla_fx.weights` is asked for it."""
+        return {"replicate_query": self.replicate_query, "project_before_merge": self.project_before_merge}
+
+    @property
+    def plain(self) -> "StepShape":
+        """The step as it is composed, before passes."""
+        return evolve(self, replicate_query=False, project_before_merge=False)
+
+    @property
+    def parts(self) -> tuple["StepShape", ...]:
+        """The two micro-batches of a step that is split, each with a workspace of its own; else the step."""
+        if self.split is None:
+            return (self,)
+        half = -(-self.tokens // 2)
+        return tuple(
+            evolve(self, tokens=tokens, split=None, workspace=f"{self.workspace}_{k}")
+            for k, tokens in enumerate((half, self.tokens - half))
+        )
 
 
 def mla_attention(
@@ -82,11 +128,20 @@ def mla_attention(
         k_rope = rope(kv, *angles, name="k_rope")
         cache = write_cache(cache, latent, k_rope, batch.slots)
 
-    q_all, q_own = spread_heads(q_latent, q_rope, shape=shape)
+    q_all = gather_heads(q_latent, q_rope, group=shape.dcp)
+    scratch = shape.workspace
     hist, hist_lse = history_attention(
-        *q_all, cache, batch.block_table, batch.query_lengths, batch.history_lengths, scale=scale
+        *q_all,
+        cache,
+        batch.block_table,
+        batch.query_lengths,
+        batch.history_lengths,
+        scale=scale,
+        workspace=scratch,
     )
-    cur, cur_lse = current_attention(*q_own, latent, k_rope, batch.query_lengths, scale=scale)
+    cur, cur_lse = current_attention(
+        q_latent, q_rope, latent, k_rope, batch.query_lengths, scale=scale, workspace=scratch
+    )
     attn = combine(*all_to_all(hist, hist_lse, group=shape.dcp), cur, cur_lse)
     part = linear(v_up(attn, params.w_uv), params.o_proj, name="part")
     return all_reduce(part, group=shape.tp), cache
@@ -100,37 +155,72 @@ def query(x: Value, params: QueryLora[Value] | QueryPlain[Value], *, epsilon: fl
     return linear(down, params.q_b_proj, name="q")
 
 
-def spread_heads(
-    q_latent: Value, q_rope: Value, *, shape: StepShape
-) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
-    """Queries for history (all heads) and for the current part (own heads), by gathering or by slicing."""
-    if shape.replicate_query:
-        own = (
-            local_heads(q_latent, group=shape.dcp, name="q_latent_own"),
-            local_heads(q_rope, group=shape.dcp, name="q_rope_own"),
-        )
-        return (q_latent, q_rope), own
-    return gather_heads(q_latent, q_rope, group=shape.dcp), (q_latent, q_rope)
+def in_parts(
+    split: str,
+    function: Callable[..., tuple[Value, Caches]],
+    x: Value,
+    params: Any,
+    cache: Caches,
+    angles: Any,
+    batch: Any,
+    *,
+    config: Any,
+    shape: StepShape,
+) -> tuple[Value, Caches]:
+    """`function(x, params, cache, angles, batch)` on tokens `x` [T, D] -> [T, D] and the next version of the cache.
+
+    Where the step is split at `split`, on each micro-batch in turn, with its own entry of `angles` and `batch`; the
+    second takes the cache as the first leaves it.  Equations get the scopes "batch.0" and "batch.1".
+    """
+    if shape.split != split:
+        return function(x, params, cache, angles, batch, config=config, shape=shape)
+    outs = []
+    for k, (part, own) in enumerate(zip(shape.parts, split_tokens(x, count=shape.parts[0].tokens), strict=True)):
+        with scope(f"batch.{k}"):
+            out, cache = function(own, params, cache, angles[k], batch[k], config=config, shape=part)
+        outs.append(out)
+    return join_tokens(*outs), cache
+
+
+def angles_of(batch: Any, like: Value, *, config: MlaConfig, shape: StepShape) -> Any:
+    """Cosine and sine of a batch's positions, or of each micro-batch's: see `rope_angles`."""
+    if shape.split is None:
+        return rope_angles(batch.positions, like, config=config, rounded=shape.round_angles)
+    return [rope_angles(part.positions, like, config=config, rounded=shape.round_angles) for part in batch]
 
 
 def attention_step(config: MlaConfig, shape: StepShape) -> Step:
-    """The attention of one layer as a step: `(params, cache, hidden, batch) -> (out, cache)`."""
+    """The attention of one layer as a step: `(params, cache, hidden, batch) -> (out, cache)`.
+
+    `batch` is a `Batch`, or one for each micro-batch where the attention is split.
+    """
+    if shape.split not in (None, "attention"):
+        raise InputError(f"split: the attention of one layer can be split as 'attention': got {shape.split!r}")
 
     def attention(
-        params: AttentionParams[Value], cache: Cache[Value], hidden: Value, batch: Batch[Value, Value]
+        params: AttentionParams[Value], cache: Cache[Value], hidden: Value, batch: Any
     ) -> tuple[Value, Cache[Value]]:
-        angles = rope_angles(batch.positions, hidden, config=config)
+        angles = angles_of(batch, hidden, config=config, shape=shape)
         with scope("attention"):
-            return mla_attention(hidden, params, cache, angles, batch, config=config, shape=shape)
+            return in_parts(
+                "attention", mla_attention, hidden, params, cache, angles, batch, config=config, shape=shape
+            )
 
-    return trace(
+    step = trace(
         attention,
         step_title("attention_step", config, shape),
-        params=parameters(attention_avals(config, shape)),
+        params=parameters(attention_avals(config, shape.plain)),
         cache=cache_avals(config, shape),
         hidden=Aval((shape.tokens, config.hidden_size), shape.dtype),
         batch=batch_avals(shape),
     )
+    return passed(step, shape)
+
+
+def passed(step: Step, shape: StepShape) -> Step:
+    """A step as it was composed, after the passes that its shape asks for."""
+    step = replicate_query(step) if shape.replicate_query else step
+    return project_before_merge(step) if shape.project_before_merge else step
 
 
 # --- shapes of the inputs ----------------------------------------------------
@@ -138,7 +228,7 @@ def attention_step(config: MlaConfig, shape: StepShape) -> Step:
 
 def attention_avals(config: MlaConfig, shape: StepShape) -> AttentionParams[Aval]:
     """Shapes of one rank's attention parameters; raises `InputError` when the ranks do not divide the heads."""
-    own: AttentionParams[Aval] = weight_avals(attention_weights(config, replicate_query=shape.replicate_query), shape)
+    own: AttentionParams[Aval] = weight_avals(attention_weights(config, **shape.form), shape)
     return own
 
 
@@ -153,8 +243,13 @@ def cache_avals(config: MlaConfig, shape: StepShape) -> Cache[Aval]:
     return Cache(Aval((*rows, config.kv_lora_rank), shape.dtype), Aval((*rows, config.qk_rope_head_dim), shape.dtype))
 
 
-def batch_avals(shape: StepShape) -> Batch[Any, Any]:
-    """Shapes of what changes at every step: it comes on the host, and lengths stay there."""
+def batch_avals(shape: StepShape) -> Any:
+    """Shapes of what changes at every step: it comes on the host, and lengths stay there.
+
+    A `Batch`, or one for each micro-batch.
+    """
+    if shape.split:
+        return tuple(batch_avals(part) for part in shape.parts)
     lengths = on_host(Aval((shape.requests,), "int64"))
     return Batch(
         positions=staged(Aval((shape.tokens,), "int64")),
@@ -163,6 +258,22 @@ def batch_avals(shape: StepShape) -> Batch[Any, Any]:
         query_lengths=lengths,
         history_lengths=lengths,
     )
+
+
+def plan_step(
+    sharding: Sharding,
+    shape: StepShape,
+    *,
+    history: Sequence[int],
+    query: Sequence[int],
+    block_table: torch.Tensor | Sequence[Sequence[int]],
+) -> list[Planned] | list[tuple[Planned, ...]]:
+    """The batches of all ranks as a step of this shape takes them: `plan_batch`, or `plan_parts` where it is split."""
+    sizes = {"blocks": shape.blocks, "requests": shape.requests, "table_width": shape.table_width}
+    given: dict[str, Any] = {"history": history, "query": query, "block_table": block_table, **sizes}
+    if shape.split is None:
+        return plan_batch(sharding, tokens=shape.tokens, **given)
+    return plan_parts(sharding, tokens=[part.tokens for part in shape.parts], **given)
 
 
 def step_title(name: str, config: MlaConfig, shape: StepShape) -> str:

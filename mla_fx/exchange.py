@@ -26,12 +26,12 @@ def all_to_all(out: Value, lse: Value, *, group: Group) -> tuple[Value, Value]:
     return recv, recv_lse
 
 
-def combine(recv: Value, recv_lse: Value, local: Value, local_lse: Value) -> Value:
+def combine(recv: Value, recv_lse: Value, local: Value, local_lse: Value, *, flat: bool = False) -> Value:
     """Received history partials [W, T, N, L], [W, T, N] and the local part [T, N, L], [T, N] -> merged [T, N, L].
 
-    See `ops.Combine`.
+    Or, flat, [T, N * L].  See `ops.Combine`.
     """
-    return bind(ops.Combine(), recv, recv_lse, local, local_lse)[0]
+    return bind(ops.Combine(flat), recv, recv_lse, local, local_lse)[0]
 
 
 def all_reduce(x: Value, *, group: Group, name: str = "out") -> Value:

@@ -5,7 +5,7 @@ is its part of a sum over the ranks.
 """
 
 from mla_fx.config import MoeConfig
-from mla_fx.effects import Group, Value, bind, ops
+from mla_fx.effects import Group, Value, bind, ops, scope
 from mla_fx.parameters import MlpParams, MoeParams, Quantized
 from mla_fx.projections import add, linear, swiglu
 
@@ -24,7 +24,9 @@ def moe(x: Value, params: MoeParams[Value], *, config: MoeConfig, group: Group) 
     routed = unpermute_tokens(rows, source, weights)
     if not isinstance(params.shared_experts, MlpParams):
         return routed
-    return add(routed, mlp(x, params.shared_experts, name="shared"), name="part")
+    with scope("shared_experts"):
+        shared = mlp(x, params.shared_experts, name="shared")
+    return add(routed, shared, name="part")
 
 
 def gate_logits(x: Value, weight: Value) -> Value:

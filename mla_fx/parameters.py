@@ -36,7 +36,8 @@ class AttentionParams(NamedTuple, Generic[Leaf]):
     """One rank's part of a layer's attention.
 
     `kv_a_proj` [K, D], `kv_a_layernorm` [L], `w_uk` [heads, P, L], `w_uv` [N, L, V], `o_proj` [D, N * V].
-    heads is N, or H in `query` and `w_uk` with a replicated query projection.
+    heads is N, or H in `query` and `w_uk` with a replicated query projection, and in `w_uv` where values are projected
+    before they are merged.
     """
 
     query: QueryLora[Leaf] | QueryPlain[Leaf]

@@ -19,6 +19,17 @@ def take_rows(x: Value, rows: Value, *, name: str = "out") -> Value:
     return bind(ops.TakeRows(), x, rows, names=(name,))[0]
 
 
+def split_tokens(x: Value, *, count: int) -> tuple[Value, Value]:
+    """The first `count` tokens of `x` [T, D], and the rest.  See `ops.SplitTokens`."""
+    first, rest = bind(ops.SplitTokens(count), x)
+    return first, rest
+
+
+def join_tokens(first: Value, rest: Value, *, name: str = "out") -> Value:
+    """[T, D] and [J, D], one below the other -> [T + J, D].  See `ops.JoinTokens`."""
+    return bind(ops.JoinTokens(), first, rest, names=(name,))[0]
+
+
 def linear(x: Value, weight: Value | Quantized[Value], *, name: str = "out") -> Value:
     """`x` [T, D] times `weight` [F, D] transposed -> [T, F].  See `ops.Linear`, and `ops.QuantLinear` for 8 bits."""
     if isinstance(weight, Quantized):
@@ -46,10 +57,13 @@ def absorb_query(q: Value, w_uk: Value, *, rope: int) -> Value:
     return bind(ops.AbsorbQuery(rope), q, w_uk)[0]
 
 
-def rope_angles(positions: Value, like: Value, *, config: MlaConfig) -> tuple[Value, Value]:
-    """`positions` int64 [T] -> cosine and sine [T, R / 2], fp32 (fp64 when `like` is).  See `ops.RopeAngles`."""
+def rope_angles(positions: Value, like: Value, *, config: MlaConfig, rounded: bool = False) -> tuple[Value, Value]:
+    """`positions` int64 [T] -> cosine and sine [T, R], fp32 (fp64 when `like` is), or `rounded` to the dtype of `like`.
+
+    See `ops.RopeAngles`.
+    """
     magnitude = config.yarn.angle_magnitude if config.yarn else 1.0
-    cos, sin = bind(ops.RopeAngles(frequencies(config), magnitude), positions, like)
+    cos, sin = bind(ops.RopeAngles(frequencies(config), magnitude, rounded), positions, like)
     return cos, sin
 
 
@@ -58,6 +72,11 @@ def rope(x: Value, cos: Value, sin: Value, *, heads: int | None = None, name: st
     return bind(ops.Rope(heads), x, cos, sin, names=(name,))[0]
 
 
-def v_up(attn: Value, w_uv: Value) -> Value:
-    """Merged latents [T, N, L] and `w_uv` [N, L, V] -> [T, N * V].  See `ops.VUp`."""
-    return bind(ops.VUp(), attn, w_uv)[0]
+def v_up(attn: Value, w_uv: Value, *, group: Group | None = None, flat: bool = True) -> Value:
+    """Latents [T, N, L] and `w_uv` [N, L, V], or of all heads of a group -> [T, N * V] or [T, N, V].  See `ops.VUp`."""
+    return bind(ops.VUp(group, flat), attn, w_uv)[0]
+
+
+def prefetch(weight: Value, after: Value) -> None:
+    """Bring a weight into the device's cache once `after` is there: a hint, without a result.  See `ops.Prefetch`."""
+    bind(ops.Prefetch(), weight, after)

@@ -19,7 +19,7 @@ expert that is never chosen, a column of zeros, a row of the vocabulary that no 
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 import torch.utils._pytree as pytree
@@ -35,6 +35,13 @@ By = Literal["tp", "ep"]
 #: What a weight is: "projection" and "absorbed" are 8-bit in a checkpoint that is; "projection" also in a step that is.
 #: A "bias" is float32 beside every dtype (float64 beside float64).
 Kind = Literal["projection", "absorbed", "matrix", "embedding", "norm", "bias"]
+
+
+class Form(TypedDict, total=False):
+    """What of an attention a rank has for the heads of all ranks, by the pass that wants it so (`mla_fx.passes`)."""
+
+    replicate_query: bool
+    project_before_merge: bool
 
 
 @frozen
@@ -169,11 +176,14 @@ class Weight:
 # --- the table -----------------------------------------------------------------------------------
 
 
-def attention_weights(config: MlaConfig, prefix: str = "", *, replicate_query: bool = False) -> AttentionParams[Weight]:
-    """The attention of a layer; with `replicate_query` every rank projects the queries of all heads."""
+def attention_weights(config: MlaConfig, prefix: str = "", **form: Unpack[Form]) -> AttentionParams[Weight]:
+    """The attention of a layer; with `replicate_query` every rank projects all heads' queries, with
+    `project_before_merge` their values.
+    """
     c, heads = config, config.num_attention_heads
     own = Cut("rows", heads, exact="num_attention_heads")
-    asked = Cut("rows", heads, None) if replicate_query else own
+    everyone = Cut("rows", heads, None)
+    asked, merged = (everyone if form.get(name) else own for name in ("replicate_query", "project_before_merge"))
 
     def weight(name: str, *shape: int, **how: Any) -> Weight:
         return Weight(names=(f"{prefix}{name}.weight",), shape=shape, **how)
@@ -197,7 +207,7 @@ def attention_weights(config: MlaConfig, prefix: str = "", *, replicate_query: b
         kv_a_proj=weight("kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size),
         kv_a_layernorm=weight("kv_a_layernorm", c.kv_lora_rank, kind="norm"),
         w_uk=expand(asked, keys),
-        w_uv=expand(own, values, transposed=True),
+        w_uv=expand(merged, values, transposed=True),
         o_proj=weight("o_proj", c.hidden_size, heads * c.v_head_dim, cut=evolve(own, along="columns")),
     )
 
@@ -269,9 +279,12 @@ def random_attention(
 
 
 def shard_attention(
-    full: Mapping[str, torch.Tensor], config: MlaConfig, *, rank: int, ranks: int, replicate_query: bool = False
+    full: Mapping[str, torch.Tensor], config: MlaConfig, *, rank: int, ranks: int, **form: Unpack[Form]
 ) -> AttentionParams[torch.Tensor]:
-    """One rank's parameters, copied from the weights of all heads as `random_attention` gives them."""
+    """One rank's parameters, copied from the weights of all heads as `random_attention` gives them.
+
+    `form` is as in `attention_weights`.
+    """
     of = shares(rank, ranks)
 
     def leaf(weight: Weight) -> torch.Tensor:
@@ -283,6 +296,6 @@ def shard_attention(
             into[place.at][..., : part.shape[-1]] = part
         return out
 
-    weights = attention_weights(config, replicate_query=replicate_query)
+    weights = attention_weights(config, **form)
     own: AttentionParams[torch.Tensor] = pytree.tree_map(leaf, weights)
     return own

@@ -26,7 +26,7 @@ from mla_fx.models.parameters import ModelParams, MtpParams
 from mla_fx.models.quantize import quantize_int8
 from mla_fx.models.weights import layer_prefix, layer_weights, model_weights, mtp_weights
 from mla_fx.parameters import AttentionParams, LayerParams, Quantized
-from mla_fx.weights import Place, Weight, shares
+from mla_fx.weights import Form, Place, Weight, shares
 
 #: Experts' tensors that are read from a file opened once; what they take stays in memory together.
 AT_ONCE = 4
@@ -48,6 +48,7 @@ class Loader:
     ranks: int
     dtype: torch.dtype
     replicate_query: bool = False
+    project_before_merge: bool = False
     quantization: str | None = None
     progress: bool = False
     _bar: "tqdm[None] | None" = field(default=None, init=False)
@@ -63,9 +64,13 @@ class Loader:
         if self.quantization not in (None, *QUANTIZATIONS):
             raise InputError(f"quantization: must be None or {', '.join(QUANTIZATIONS)}: got {self.quantization!r}")
 
+    @property
+    def _form(self) -> Form:
+        return {"replicate_query": self.replicate_query, "project_before_merge": self.project_before_merge}
+
     def model(self) -> ModelParams[Tensor]:
         """All decoder layers, embedding, final norm and head."""
-        weights = model_weights(self.checkpoint.config, replicate_query=self.replicate_query)
+        weights = model_weights(self.checkpoint.config, **self._form)
         total = sum(len(self._tensors(weight)) for weight in _distinct(weights).values())
         hidden = None if self.progress else True  # None: hidden where nobody looks
         try:
@@ -86,7 +91,7 @@ class Loader:
                 f"{self.checkpoint.directory}: must have the tensors of a prediction layer, model.layers.{layer}: "
                 "got none"
             )
-        weights = mtp_weights(config, layer, replicate_query=self.replicate_query)
+        weights = mtp_weights(config, layer, **self._form)
         tables = ((weights.embed_tokens, model.embed_tokens), (weights.lm_head, model.lm_head))
         module: MtpParams[Tensor] = self._read(
             weights, {id(weight): shared for weight, shared in tables if weight.names[0] not in files}
@@ -108,7 +113,7 @@ class Loader:
         if f"{layer_prefix(layer)}input_layernorm.weight" not in self.checkpoint.files:
             last = config.num_hidden_layers - 1
             raise InputError(f"layer: must be in 0..{last} or a prediction layer of the checkpoint: got {layer}")
-        return layer_weights(config, layer, replicate_query=self.replicate_query)
+        return layer_weights(config, layer, **self._form)
 
     def _read(self, weights: Any, known: Mapping[int, Leaf] | None = None) -> Any:
         """The pytree `weights` with this rank's leaf for each weight, one for each distinct one; `known` by `id`."""

@@ -14,10 +14,10 @@ import torch
 from attrs import define, evolve, field
 
 from mla_fx import orchestrations
-from mla_fx.batch import Planned, plan_batch
-from mla_fx.decode import StepShape
+from mla_fx.decode import StepShape, plan_step
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, schedule
+from mla_fx.effects.orchestration import orchestration
 from mla_fx.effects.schedule import Mode
 from mla_fx.models.checkpoint import Checkpoint
 from mla_fx.models.config import ModelConfig
@@ -69,7 +69,7 @@ class Runner:
     """Runs a model's steps.  `params` and, for drafts, `mtp` have an entry for each rank here; they are prepared once.
 
     `shape` says ranks, dtype, blocks, block size, table width and the number of requests; its tokens do not matter.
-    `interleave` is that of the sharding.
+    `interleave` is that of the sharding.  Steps are split into micro-batches as their orchestration wants it.
     """
 
     config: ModelConfig
@@ -113,7 +113,7 @@ class Runner:
                 rank=rank,
                 ranks=shape.ranks,
                 dtype=DTYPES[shape.dtype],
-                replicate_query=shape.replicate_query,
+                **shape.form,
                 quantization=shape.quantization,
                 progress=progress,
             )
@@ -129,15 +129,15 @@ class Runner:
 
         `filling` says that the step fills in a prompt.
         """
-        tokens, padded, batches = self._batches(pieces)
+        tokens, shape, batches = self._batches(pieces, filling)
         wanted = _integers(rows, round_up(len(rows)))
         run = self._program(
-            ("model", padded, len(wanted), filling),
-            lambda: model_step(self.config, evolve(self.shape, tokens=padded), rows=len(wanted), hidden=True),
+            ("model", shape.tokens, len(wanted), filling),
+            lambda: model_step(self.config, shape, rows=len(wanted), hidden=True),
             self.params,
             filling,
         )
-        ids = _integers(tokens, padded)
+        ids = _integers(tokens, shape.tokens)
         logits, hidden, self.caches = run(self.caches, self._all(ids), batches, self._all(wanted))
         return logits[0][: len(rows)], hidden
 
@@ -151,42 +151,43 @@ class Runner:
         """
         if self.mtp is None:
             raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
-        tokens, padded, batches = self._batches(pieces)
+        tokens, shape, batches = self._batches(pieces, filling)
         wanted = _integers(rows, round_up(len(rows)))
         given = hidden[0].shape[0]
         run = self._program(
-            ("mtp", padded, len(wanted), given, filling),
-            lambda: mtp_step(self.config, evolve(self.shape, tokens=padded), given=given, rows=len(wanted)),
+            ("mtp", shape.tokens, len(wanted), given, filling),
+            lambda: mtp_step(self.config, shape, given=given, rows=len(wanted)),
             self.mtp,
             filling,
         )
-        ids, taken = _integers(tokens, padded), _integers(sources, padded)
+        ids, taken = _integers(tokens, shape.tokens), _integers(sources, shape.tokens)
         logits, after, self.mtp_caches = run(
             self.mtp_caches, self._all(ids), hidden, self._all(taken), batches, self._all(wanted)
         )
         return logits[0][: len(rows)], after
 
-    def _batches(self, pieces: Sequence[Piece]) -> tuple[list[int], int, list[Planned]]:
+    def _batches(self, pieces: Sequence[Piece], filling: bool) -> tuple[list[int], StepShape, list[Any]]:
+        """All new tokens, the shape of a step that has room for them, and its batches."""
         tokens = [token for piece in pieces for token in piece.tokens]
-        padded = round_up(len(tokens))
-        batches = plan_batch(
+        split = self._chosen(filling).split
+        shape = evolve(self.shape, tokens=max(round_up(len(tokens)), 2 if split else 1), split=split)
+        batches = plan_step(
             self.sharding,
+            shape,
             history=[piece.start for piece in pieces],
             query=[len(piece.tokens) for piece in pieces],
             block_table=[piece.table for piece in pieces],
-            blocks=self.shape.blocks,
-            tokens=padded,
-            requests=self.shape.requests,
-            table_width=self.shape.table_width,
         )
-        return tokens, padded, [batches[rank] for rank in self.backend.here]
+        return tokens, shape, [batches[rank] for rank in self.backend.here]
+
+    def _chosen(self, filling: bool) -> Orchestration:
+        return orchestration(self.prefill_orchestration if filling else self.orchestration)
 
     def _program(
         self, key: tuple[Any, ...], step: Callable[[], Step], params: Any, filling: bool
     ) -> Callable[..., Any]:
         if key not in self.programs:
-            chosen = self.prefill_orchestration if filling else self.orchestration
-            program = schedule(self.backend.lower(step()), chosen, mode=self.mode)
+            program = schedule(self.backend.lower(step()), self._chosen(filling), mode=self.mode)
             self.programs[key] = self.backend.compile(program, params)
         return self.programs[key]
 

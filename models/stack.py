@@ -10,8 +10,16 @@ new is said by the batch.
 from collections.abc import Sequence
 from typing import Any
 
-from mla_fx.batch import Batch
-from mla_fx.decode import StepShape, batch_avals, cache_avals, mla_attention, step_title
+from mla_fx.decode import (
+    StepShape,
+    angles_of,
+    batch_avals,
+    cache_avals,
+    in_parts,
+    mla_attention,
+    passed,
+    step_title,
+)
 from mla_fx.effects import Aval, Group, Step, Value, parameters, scope, staged, trace
 from mla_fx.exchange import all_gather, all_reduce
 from mla_fx.feed_forward import mlp, moe
@@ -19,24 +27,29 @@ from mla_fx.models.config import ModelConfig
 from mla_fx.models.parameters import ModelParams, MtpParams
 from mla_fx.models.weights import model_avals, mtp_avals
 from mla_fx.parameters import Cache, LayerParams, MoeParams
-from mla_fx.projections import add, embedding, linear, rms_norm, rope_angles, take_rows
+from mla_fx.projections import add, embedding, linear, rms_norm, take_rows
 
 
 def decoder_layer(
     hidden: Value,
     params: LayerParams[Value],
     cache: Cache[Value],
-    angles: tuple[Value, Value],
-    batch: Batch[Value, Value],
+    angles: Any,
+    batch: Any,
     *,
     config: ModelConfig,
     shape: StepShape,
 ) -> tuple[Value, Cache[Value]]:
-    """Attention and feed-forward, each with a norm before and the residual around it: `hidden` [T, D] -> [T, D]."""
+    """Attention and feed-forward, each with a norm before and the residual around it: `hidden` [T, D] -> [T, D].
+
+    `angles` and `batch` are one for each micro-batch where the attention is split.
+    """
     epsilon = config.attention.rms_norm_eps
     x = rms_norm(hidden, params.input_layernorm, epsilon=epsilon, name="x")
     with scope("attention"):
-        out, cache = mla_attention(x, params.attention, cache, angles, batch, config=config.attention, shape=shape)
+        out, cache = in_parts(
+            "attention", mla_attention, x, params.attention, cache, angles, batch, config=config.attention, shape=shape
+        )
     hidden = add(hidden, out, name="h")
     x = rms_norm(hidden, params.post_attention_layernorm, epsilon=epsilon, name="x")
     with scope("feed_forward"):
@@ -67,41 +80,45 @@ def model_step(config: ModelConfig, shape: StepShape, *, rows: int | None = None
 
     `params` is `ModelParams`, `cache` a list with an entry a layer, `tokens` int64 [T], logits [T, vocabulary].
     With `rows`, an argument `rows` int64 [rows] follows and logits are of these tokens only.  With `hidden`, the
-    normed hidden states [T, D] of all tokens come between: `(logits, hidden, cache)`.
+    normed hidden states [T, D] of all tokens come between: `(logits, hidden, cache)`.  `batch` is a `Batch`, or one for
+    each micro-batch where the step is split.
     """
 
     def model(
         params: ModelParams[Value],
         cache: Sequence[Cache[Value]],
         tokens: Value,
-        batch: Batch[Value, Value],
+        batch: Any,
         rows: Value | None = None,
     ) -> Any:
         h = embed(tokens, params.embed_tokens, config=config, group=shape.tp)
-        angles = rope_angles(batch.positions, h, config=config.attention)
-        h, caches = decoder_stack(h, params.layers, cache, angles, batch, config=config, shape=shape)
+        angles = angles_of(batch, h, config=config.attention, shape=shape)
+        h, caches = in_parts(
+            "layers", decoder_stack, h, params.layers, cache, angles, batch, config=config, shape=shape
+        )
         normed = rms_norm(h, params.norm, epsilon=config.attention.rms_norm_eps, name="normed")
         last = normed if rows is None else take_rows(normed, rows, name="last")
         logits = head(last, params.lm_head, config=config, group=shape.tp)
         return (logits, normed, caches) if hidden else (logits, caches)
 
-    return trace(
+    step = trace(
         model,
         step_title(f"model_step {config.num_hidden_layers} layers", config.attention, shape),
-        params=parameters(model_avals(config, shape)),
+        params=parameters(model_avals(config, shape.plain)),
         cache=[cache_avals(config.attention, shape) for _ in range(config.num_hidden_layers)],
         tokens=staged(Aval((shape.tokens,), "int64")),
         batch=batch_avals(shape),
         **({} if rows is None else {"rows": staged(Aval((rows,), "int64"))}),
     )
+    return passed(step, shape)
 
 
 def decoder_stack(
     hidden: Value,
     layers: Sequence[LayerParams[Value]],
     caches: Sequence[Cache[Value]],
-    angles: tuple[Value, Value],
-    batch: Batch[Value, Value],
+    angles: Any,
+    batch: Any,
     *,
     config: ModelConfig,
     shape: StepShape,
@@ -135,7 +152,7 @@ def mtp_step(config: ModelConfig, shape: StepShape, *, given: int, rows: int) ->
         tokens: Value,
         hidden: Value,
         sources: Value,
-        batch: Batch[Value, Value],
+        batch: Any,
         rows: Value,
     ) -> Any:
         embedded = embed(tokens, params.embed_tokens, config=config, group=shape.tp)
@@ -145,16 +162,18 @@ def mtp_step(config: ModelConfig, shape: StepShape, *, given: int, rows: int) ->
         # One product over the concatenation is the sum of a product over each half.
         halves = [linear(x, weight, name="half") for x, weight in zip((embedded, before), params.eh_proj, strict=True)]
         h = all_gather(add(*halves, name="part"), features=c.hidden_size, group=shape.tp, name="x")
-        angles = rope_angles(batch.positions, h, config=c)
+        angles = angles_of(batch, h, config=c, shape=shape)
         with scope(f"layers.{config.num_hidden_layers}"):
-            h, cache = decoder_layer(h, params.layer, cache, angles, batch, config=config, shape=shape)
+            h, cache = in_parts(
+                "layers", decoder_layer, h, params.layer, cache, angles, batch, config=config, shape=shape
+            )
         normed = rms_norm(take_rows(h, rows, name="last"), params.norm, epsilon=c.rms_norm_eps, name="normed")
         return head(normed, params.lm_head, config=config, group=shape.tp), h, cache
 
-    return trace(
+    step = trace(
         mtp,
         step_title("mtp_step", c, shape),
-        params=parameters(mtp_avals(config, shape)),
+        params=parameters(mtp_avals(config, shape.plain)),
         cache=cache_avals(c, shape),
         tokens=staged(Aval((shape.tokens,), "int64")),
         hidden=Aval((given, c.hidden_size), shape.dtype),
@@ -162,3 +181,4 @@ def mtp_step(config: ModelConfig, shape: StepShape, *, given: int, rows: int) ->
         batch=batch_avals(shape),
         rows=staged(Aval((rows,), "int64")),
     )
+    return passed(step, shape)

@@ -5,35 +5,39 @@ decoder layers; they may have an embedding and a head of their own.
 """
 
 from collections.abc import Iterable
+from typing import Unpack
 
 from mla_fx.decode import StepShape, weight_avals
 from mla_fx.effects import Aval
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.parameters import ModelParams, MtpParams
 from mla_fx.parameters import LayerParams
-from mla_fx.weights import Cut, Kind, Weight, attention_weights, mlp_weights, moe_weights, named
+from mla_fx.weights import Cut, Form, Kind, Weight, attention_weights, mlp_weights, moe_weights, named
 
 
 def model_weights(
-    config: ModelConfig, *, replicate_query: bool = False, layers: Iterable[int] | None = None
+    config: ModelConfig, *, layers: Iterable[int] | None = None, **form: Unpack[Form]
 ) -> ModelParams[Weight]:
-    """Embedding, decoder layers (all, or those numbered `layers`), final norm and head, which may be the embedding."""
+    """Embedding, decoder layers (all, or those numbered `layers`), final norm and head, which may be the embedding.
+
+    `form`, here and below, is that of the attention: see `attention_weights`.
+    """
     table = _table(config, "model.embed_tokens", kind="embedding")
     numbers = range(config.num_hidden_layers) if layers is None else layers
     return ModelParams(
         embed_tokens=table,
-        layers=[layer_weights(config, layer, replicate_query=replicate_query) for layer in numbers],
+        layers=[layer_weights(config, layer, **form) for layer in numbers],
         norm=_norm(config, "model.norm"),
         lm_head=table if config.tie_word_embeddings else _table(config, "lm_head"),
     )
 
 
-def layer_weights(config: ModelConfig, layer: int, *, replicate_query: bool = False) -> LayerParams[Weight]:
+def layer_weights(config: ModelConfig, layer: int, **form: Unpack[Form]) -> LayerParams[Weight]:
     """Decoder layer number `layer`; those of prediction modules follow the others."""
     prefix, hidden = layer_prefix(layer), config.attention.hidden_size
     return LayerParams(
         input_layernorm=_norm(config, f"{prefix}input_layernorm"),
-        attention=attention_weights(config.attention, f"{prefix}self_attn.", replicate_query=replicate_query),
+        attention=attention_weights(config.attention, f"{prefix}self_attn.", **form),
         post_attention_layernorm=_norm(config, f"{prefix}post_attention_layernorm"),
         feed_forward=moe_weights(config.moe, hidden, f"{prefix}mlp.")
         if config.moe is not None and config.is_moe(layer)
@@ -41,7 +45,7 @@ def layer_weights(config: ModelConfig, layer: int, *, replicate_query: bool = Fa
     )
 
 
-def mtp_weights(config: ModelConfig, layer: int, *, replicate_query: bool = False) -> MtpParams[Weight]:
+def mtp_weights(config: ModelConfig, layer: int, **form: Unpack[Form]) -> MtpParams[Weight]:
     """A prediction module; its two halves of `eh_proj` are of the embedding and of the hidden state."""
     prefix, hidden = layer_prefix(layer), config.attention.hidden_size
     halves = [
@@ -59,7 +63,7 @@ def mtp_weights(config: ModelConfig, layer: int, *, replicate_query: bool = Fals
         enorm=_norm(config, f"{prefix}enorm"),
         hnorm=_norm(config, f"{prefix}hnorm"),
         eh_proj=(halves[0], halves[1]),
-        layer=layer_weights(config, layer, replicate_query=replicate_query),
+        layer=layer_weights(config, layer, **form),
         norm=_norm(config, f"{prefix}shared_head.norm"),
         lm_head=_table(config, f"{prefix}shared_head.head", optional=True),
     )
@@ -69,7 +73,7 @@ def model_avals(config: ModelConfig, shape: StepShape) -> ModelParams[Aval]:
     """Shapes of one rank's part of a model."""
     # Layers with the same kind of network have the same shapes: one of each is enough.
     alike = {config.is_moe(layer): layer for layer in range(config.num_hidden_layers)}
-    weights = model_weights(config, replicate_query=shape.replicate_query, layers=alike.values())
+    weights = model_weights(config, layers=alike.values(), **shape.form)
     own: ModelParams[Aval] = weight_avals(weights, shape)
     shapes = dict(zip(alike, own.layers, strict=True))
     return own._replace(layers=[shapes[config.is_moe(layer)] for layer in range(config.num_hidden_layers)])
@@ -77,7 +81,7 @@ def model_avals(config: ModelConfig, shape: StepShape) -> ModelParams[Aval]:
 
 def mtp_avals(config: ModelConfig, shape: StepShape) -> MtpParams[Aval]:
     """Shapes of one rank's part of the first prediction module."""
-    weights = mtp_weights(config, config.num_hidden_layers, replicate_query=shape.replicate_query)
+    weights = mtp_weights(config, config.num_hidden_layers, **shape.form)
     own: MtpParams[Aval] = weight_avals(weights, shape)
     return own
 

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from mla_fx import MlaConfig, MoeConfig, Sharding, StepShape, Yarn, attention_step, plan_batch
+from mla_fx import MlaConfig, MoeConfig, Sharding, StepShape, Yarn, attention_step
 from mla_fx.backends import Backend, Executable
-from mla_fx.batch import Planned
+from mla_fx.decode import plan_step
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Program, Step
 from mla_fx.models import Checkpoint, Loader, ModelConfig, model_step, write_checkpoint
 from mla_fx.parameters import Cache
 from mla_fx.weights import random_attention, shard_attention
+
+#: Orchestrations that take any step with an attention; the others want layers, or a step of their own making.
+ANYWHERE = ("serial", "exchange-aside", "attention-aside")
 
 CONFIG = MlaConfig(
     hidden_size=24,
@@ -73,7 +76,10 @@ class Setup:
     interleave: int = 1
     table_width: int = 6
     replicate_query: bool = False
+    project_before_merge: bool = False
+    round_angles: bool = False
     quantization: str | None = None
+    split: str | None = None
     config: MlaConfig = CONFIG
 
     @property
@@ -87,7 +93,10 @@ class Setup:
             table_width=self.table_width,
             dtype=self.dtype,
             replicate_query=self.replicate_query,
+            project_before_merge=self.project_before_merge,
+            round_angles=self.round_angles,
             quantization=self.quantization,
+            split=self.split,
         )
 
     @property
@@ -107,11 +116,11 @@ class Setup:
                 rank=rank,
                 ranks=self.ranks,
                 dtype=DTYPES[self.dtype],
-                replicate_query=self.replicate_query,
                 quantization=self.quantization,
+                **self.shape.form,
             ).model()
         full = random_attention(self.config, generator=torch.Generator().manual_seed(seed))
-        own = shard_attention(full, self.config, rank=rank, ranks=self.ranks, replicate_query=self.replicate_query)
+        own = shard_attention(full, self.config, rank=rank, ranks=self.ranks, **self.shape.form)
         return torch.utils._pytree.tree_map(lambda t: t.to(DTYPES[self.dtype]), own)
 
     def caches(self, seed: int = 1) -> list[Any]:
@@ -132,17 +141,14 @@ class Setup:
         x = torch.randn(self.tokens, self.config.hidden_size, generator=torch.Generator().manual_seed(seed))
         return [x.to(DTYPES[self.dtype])] * self.ranks
 
-    def batches(self, history: tuple[int, ...] = (9, 5), query: tuple[int, ...] = (1, 2)) -> list[Planned]:
+    def batches(self, history: tuple[int, ...] = (9, 5), query: tuple[int, ...] = (1, 2)) -> list[Any]:
         width = self.table_width
-        return plan_batch(
+        return plan_step(
             Sharding(ranks=self.ranks, interleave=self.interleave, block_size=self.block_size),
+            self.shape,
             history=history,
             query=query,
             block_table=[list(range(b * width, (b + 1) * width)) for b in range(len(query))],
-            blocks=self.shape.blocks,
-            tokens=self.tokens,
-            requests=self.requests,
-            table_width=width,
         )
 
     def arguments(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import sys
 import pytest
 from attrs import evolve
 
-from mla_fx import cli
+from mla_fx import cli, orchestrations
 from mla_fx.cli import main
 from mla_fx.models import small_config, write_checkpoint
 from mla_fx.models.addition import DIRECTORY, problems
@@ -56,6 +56,10 @@ def test_decode_stays_near_the_reference(capsys, dtype, limit, orchestration):
         ("--interleave", "4", "--block-size", "8", "--ranks", "8", "--prompt", "70"),
         ("--new-tokens", "3", "--replicate-query", "--mode", "conservative"),
         ("--adversary", "11", "--ranks", "1", "--prompt", "1"),
+        ("--orchestration", "batch-pipelined", "--project-before-merge"),
+        ("--orchestration", "dual-batch", "--new-tokens", "2"),
+        ("--orchestration", "shared-experts-aside"),
+        ("--orchestration", "prefetch"),
     ],
     ids=" ".join,
 )
@@ -145,6 +149,34 @@ def test_show_the_step(capsys):
     assert "record" not in out and "main" not in out
 
 
+def test_show_the_cost(capsys):
+    """Of one layer's attention by hand: T = 4, N = 16, L + R = 576, H = 128, L = 512 and an LSE, D = 7168; bf16."""
+    status, out, _ = run(capsys, "show", "--cost")
+    assert status == 0
+    gathered, exchanged = 7 * 4 * 16 * 576 * 2, 7 * 4 * 128 * (512 * 2 + 4) // 8
+    reduced = 2 * 7 * 4 * 7168 * 2 // 8
+    sent = f"  gather_heads {gathered:,}, all_to_all {exchanged:,}, all_reduce {reduced:,}"
+    assert out.splitlines()[:4] == [
+        "19 launches, of which 18 run one after the other in every execution",
+        "2 records, 2 waits, 0 keeps",
+        f"each rank sends {gathered + exchanged + reduced:,} bytes over the wire, and receives as many",
+        sent,
+    ]
+    _, out, _ = run(capsys, "show", "--cost", "--layers", "5")
+    both = f"{gathered:,}, all_to_all {exchanged:,}, all_reduce {2 * reduced:,}; "
+    assert f"  each of layers.0 to layers.4: gather_heads {both}" in out and "  outside of layers: all_reduce" in out
+
+
+def test_show_what_all_orchestrations_cost(capsys):
+    status, out, _ = run(capsys, "show", "--costs", "--layers", "1", "--mode", "conservative")
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines()]
+    assert status == 0 and rows[0][:2] == ["orchestration", "launches"]
+    found = {row[0].strip("`"): row for row in rows[2:]}
+    assert list(found) == list(orchestrations.NAMED)
+    assert found["serial"][1] == found["serial"][2] and found["serial"][3:5] == ["0", "0"]
+    assert int(found["attention-aside"][4]) > 0  # what crosses streams is kept
+
+
 def test_show_a_checkpoints_program(capsys, tmp_path):
     write_checkpoint(tmp_path, small_config())
     status, out, _ = run(capsys, "show", "--model", str(tmp_path), "--ranks", "2")
@@ -162,6 +194,16 @@ def test_check(capsys):
         in out
     )
     assert "not legal: " in out
+
+
+def test_check_every_orchestration(capsys):
+    """Each makes of the step what it wants of it."""
+    for name in orchestrations.NAMED:
+        for options in (("--layers", "4"), ("--replicate-query", "--project-before-merge", "--layers", "4")):
+            status, out, _ = run(capsys, "check", "--orchestration", name, *options)
+            assert status == 0 and out.startswith("legal: ")
+    status, out, _ = run(capsys, "show", "--orchestration", "batch-pipelined", "--step")
+    assert status == 0 and "    # attention.batch.1.query\n" in out and "batch[1].positions" in out
 
 
 MINE = """
@@ -205,7 +247,20 @@ def test_an_orchestration_and_a_program_of_ones_own(capsys, mine):
         (("check", "--ranks", "3"), "num_attention_heads: must be a multiple of the ranks, 3: got 128"),
         (
             ("show", "--orchestration", "fast"),
-            "--orchestration: must be one of serial, exchange-aside, attention-aside",
+            "--orchestration: must be one of serial, exchange-aside, attention-aside, shared-experts-aside, "
+            "batch-pipelined, dual-batch, prefetch or module:name: got 'fast'",
+        ),
+        (
+            ("show", "--orchestration", "dual-batch"),
+            "--orchestration: dual-batch splits whole layers: must come with --la",
+        ),
+        (
+            ("show", "--orchestration", "shared-experts-aside"),
+            "orchestration shared-experts-aside: each of its streams must be given an equation of attention_step",
+        ),
+        (
+            ("show", "--orchestration", "batch-pipelined", "--tokens", "1"),
+            "tokens: must be at least 2 to be split into micro-batches: got 1",
         ),
         (("show", "--orchestration", "nowhere:fast"), "--orchestration: must be module:name of something that can be"),
         (("check", "--program", "mine:number"), "--program: must be a Program: got int"),
@@ -234,7 +289,7 @@ def test_argument_errors(capsys):
     assert "argument --ranks: must be an integer of at least 1: got 'zero'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["decode", "generate", "show", "check"])
+@pytest.mark.parametrize("command", ["decode", "generate", "show", "check", "probe"])
 def test_help_is_worth_reading(capsys, command):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
@@ -245,7 +300,8 @@ def test_help_is_worth_reading(capsys, command):
         assert line.startswith(command)
 
 
-COMMANDS = [line.split("    ")[0] for examples in cli._EXAMPLES.values() for line in examples]
+#: Those of the probe are for an NPU, or many processes; `tests/backends/ascend/test_probe_command.py` has what can run.
+COMMANDS = [line.split("    ")[0] for name in cli._EXAMPLES if name != "probe" for line in cli._EXAMPLES[name]]
 COMMANDS += [
     f"mla-fx decode {found}" for found in re.findall(r'make decode ARGS="(.*?)"', (ROOT / "README.md").read_text())
 ]

@@ -1,9 +1,11 @@
 """Direction of imports: effects <- mla_fx <- models; only the edges choose a backend; nobody asks for torch_npu."""
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,7 @@ def at_import_time(tree: ast.Module) -> Iterator[str]:
             stack += ast.iter_child_nodes(node)
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
@@ -79,6 +82,10 @@ def test_every_layer_is_read():
 def test_module_can_be_imported(path):
     inside = path.relative_to(ROOT).with_suffix("").parts
     name = ".".join(inside if home(path) == "mla_fx" else ("mla_fx", *inside)).removesuffix(".__init__")
+    if "triton" in at_import_time(parse(path)) and find_spec("triton") is None:
+        with pytest.raises(ModuleNotFoundError, match="triton"):
+            importlib.import_module(name)
+        return
     module = importlib.import_module(name)
     assert Path(module.__file__ or "").resolve() == path
 
@@ -135,6 +142,16 @@ def test_the_law_shares_no_code_with_the_scheduler():
         "Stage",
         "Wait",
     }
+
+
+@each_source
+def test_triton_is_imported_by_kernels_alone(path):
+    """And these are imported where they are launched."""
+    kernels = path.relative_to(ROOT).as_posix() == "backends/kernels/exchange.py"
+    tops = {module.split(".")[0] for module in imported(parse(path))}
+    assert ("triton" in tops) == kernels
+    asked = {module for module in at_import_time(parse(path)) if module.startswith("mla_fx.backends.kernels.exchange")}
+    assert not asked
 
 
 @each_source

@@ -19,6 +19,7 @@ from mla_fx.effects import Aval, Program, Step, ops, schedule, trace
 from mla_fx.parameters import Cache
 from tests.oracles import dense_causal, single_pass
 from tests.sequences import Case, Sequences, fill
+from tests.setups import ANYWHERE
 
 SCALE = 0.3
 
@@ -138,19 +139,19 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(deadline=None, max_examples=120, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(cases(), st.sampled_from(list(orchestrations.NAMED)), st.one_of(st.none(), st.integers(0, 10**6)))
+@given(cases(), st.sampled_from(ANYWHERE), st.one_of(st.none(), st.integers(0, 10**6)))
 def test_any_split_is_the_whole(case, orchestration, seed):
     verify(case, orchestration, seed)
 
 
 @pytest.mark.soak
 @settings(deadline=None, max_examples=5000, suppress_health_check=list(HealthCheck))
-@given(cases(), st.sampled_from(list(orchestrations.NAMED)), st.one_of(st.none(), st.integers(0, 10**6)))
+@given(cases(), st.sampled_from(ANYWHERE), st.one_of(st.none(), st.integers(0, 10**6)))
 def test_any_of_many_splits_is_the_whole(case, orchestration, seed):
     verify(case, orchestration, seed)
 
 
-@pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+@pytest.mark.parametrize("orchestration", ANYWHERE)
 @pytest.mark.parametrize(
     ("total", "new", "ranks", "interleave"),
     [(9, 2, 2, 4), (5, 1, 4, 4), (130, 4, 2, 128), (17, 3, 8, 1), (3, 3, 4, 1)],

@@ -176,7 +176,7 @@ def rotate(backend, config, x, positions):
     magnitude = config.yarn.angle_magnitude if config.yarn else 1.0
     positions = torch.tensor(positions)
     rules, run = backend.TABLE.rules, Run()
-    angles = {"frequencies": frequencies(config), "magnitude": magnitude}
+    angles = {"frequencies": frequencies(config), "magnitude": magnitude, "rounded": False}
     cos, sin = rules[ops.RopeAngles](positions, x, run=run, **angles)
     return rules[ops.Rope](x, cos, sin, run=run, heads=None)[0]
 

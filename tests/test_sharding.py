@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_fx import Sharding, plan_batch
+from mla_fx import Sharding, StepShape, plan_batch, plan_parts, plan_step
 from mla_fx.effects import InputError
 from mla_fx.sharding import positions_of
 from tests.oracles import owner_by_walking
@@ -327,3 +327,71 @@ def test_integers_of_other_kinds_are_integers():
         given, _ = plan(block_table=kind(ROW), history=np.array(STEP["history"]), query=torch.tensor(STEP["query"]))
         assert torch.equal(given.block_table, plain.block_table) and torch.equal(given.slots, plain.slots)
         assert given.query_lengths == plain.query_lengths and set(map(type, given.query_lengths)) == {int}
+
+
+# --- micro-batches ----------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), min_size=1, max_size=4),
+    ranks=st.sampled_from(RANKS),
+    first=st.integers(0, 12),
+    padding=st.integers(0, 3),
+)
+def test_micro_batches_are_the_step_in_two(requests, ranks, first, padding):
+    """The same tokens in the same rows; what the first brings is history of the second, by position."""
+    history, query = [h for h, _ in requests], [q for _, q in requests]
+    sizes = (first, max(sum(query) - first, 0) + padding)
+    sharding = Sharding(ranks=ranks, interleave=2, block_size=4)
+    width = sharding.blocks(26)
+    table = [list(range(b * width, (b + 1) * width)) for b in range(len(requests))]
+    given = {"history": history, "query": query, "block_table": table}
+    shape = {"blocks": width * len(requests), "requests": 4, "table_width": width}
+    whole = plan_batch(sharding, tokens=sum(sizes), **given, **shape)
+    parts = plan_parts(sharding, tokens=sizes, **given, **shape)
+    real = sum(query)
+    for rank, (one, (before, behind)) in enumerate(zip(whole, parts, strict=True)):
+        for name in ("positions", "slots"):
+            both = torch.cat([getattr(before, name), getattr(behind, name)])
+            assert len(both) == sum(sizes) and torch.equal(both[:real], getattr(one, name)[:real])
+        assert (behind.slots[max(real - first, 0) :] == -1).all()
+        assert torch.equal(before.block_table, one.block_table) and torch.equal(behind.block_table, one.block_table)
+        assert before.history_lengths == one.history_lengths
+        assert [a + b for a, b in zip(before.query_lengths, behind.query_lengths, strict=True)] == [*one.query_lengths]
+        brought = [start + new for start, new in zip(history, before.query_lengths, strict=False)]
+        assert [*behind.history_lengths[: len(requests)]] == [sharding.local_lengths(n)[rank] for n in brought]
+
+
+def test_a_shape_says_whether_a_step_is_split():
+    given = {name: STEP[name] for name in ("history", "query", "block_table")}
+    sizes = {name: STEP[name] for name in ("blocks", "requests", "table_width", "tokens")}
+    sharding = Sharding(ranks=2, interleave=2, block_size=4)
+    whole, split = (plan_step(sharding, StepShape(split=s, **sizes), **given) for s in (None, "attention"))
+    assert [tuple(batch.query_lengths for batch in batches) for batches in (whole, split[0])] == [
+        ((2, 1, 0, 0),) * 2,
+        ((2, 1, 0, 0), (0, 0, 0, 0)),
+    ]
+    assert [len(batch.positions) for batch in split[0]] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": (2, 0)}, r"query: the sum must be at most T = 2 tokens: got 3, from \(2, 1, 0\)"),
+        ({"query": (2, -1, 0)}, "query: each length must be at least 0: got"),
+        (
+            {"tokens": (2, 3), "block_table": [[5, 3], [5], [1, 1]]},
+            r"block_table\[1\]: a block that is written must be in",
+        ),
+        ({"history": (9, 0)}, "history: must have one length for each of query, 3: got 2"),
+        (
+            {"block_table": [[5, 3], [5, 3], [1, 1]]},
+            r"block_table\[1\]: a block that is written must be in the tables",
+        ),
+    ],
+)
+def test_micro_batches_that_are_refused(change, message):
+    """As a step is, and before anything has been planned."""
+    with pytest.raises(InputError, match=message):
+        plan_parts(Sharding(ranks=2, interleave=2, block_size=4), **STEP | {"tokens": (3, 2)} | change)

@@ -29,9 +29,11 @@ from mla_fx.backends.ascend import (
     grouped_linear,
     history_attention,
     permute_tokens,
+    prefetch,
     quant_grouped_linear,
     quant_linear,
     rms_norm,
+    rope,
     rope_angles,
     swiglu,
     unpermute_tokens,
@@ -52,9 +54,11 @@ TABLE: Final = Table(
         ops.GroupedLinear: grouped_linear.rule,
         ops.HistoryAttention: history_attention.rule,
         ops.PermuteTokens: permute_tokens.rule,
+        ops.Prefetch: prefetch.rule,
         ops.QuantGroupedLinear: quant_grouped_linear.rule,
         ops.QuantLinear: quant_linear.rule,
         ops.RmsNorm: rms_norm.rule,
+        ops.Rope: rope.rule,
         ops.RopeAngles: rope_angles.rule,
         ops.Swiglu: swiglu.rule,
         ops.UnpermuteTokens: unpermute_tokens.rule,
@@ -80,7 +84,7 @@ def require_torch_npu() -> None:
     """Import torch_npu; raises `InputError` saying what to install where it is missing or finds no NPU."""
     advice = (
         "backend: ascend needs torch_npu==2.13.0 (pip install 'mla-fx[ascend]') and CANN with an NPU; "
-        "without one, call mla_fx.backends.ascend.emulator.emulate() first"
+        "without one, call mla_fx.backends.ascend.emulator.emulate() first, or give --emulate to a command"
     )
     try:
         import_module("torch_npu")

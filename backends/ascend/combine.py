@@ -32,12 +32,18 @@ def takes(op: ops.Combine, recv: Aval, *others: Aval) -> str | None:
 
 
 def rule(
-    recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor, *, run: Run
+    recv: torch.Tensor,
+    recv_lse: torch.Tensor,
+    local: torch.Tensor,
+    local_lse: torch.Tensor,
+    *,
+    run: Run,
+    flat: bool,
 ) -> tuple[torch.Tensor]:
     """One normalisation over all parts, the local one last."""
     tokens, heads, latent = local.shape
     if not tokens:
-        return (torch.empty_like(local, memory_format=torch.contiguous_format),)
+        return (local.new_empty((0, heads * latent) if flat else (0, heads, latent)),)
     lse = torch.cat((recv_lse, local_lse.unsqueeze(0))).flatten(1)
     unseen = lse.isinf()
     hidden = unseen.view(-1, tokens, heads, 1)
@@ -52,7 +58,7 @@ def rule(
         lse, unseen = (torch.stack(of_groups) for of_groups in list(zip(*found, strict=True))[1:])
     merged, _ = update(lse, rows, 0)
     merged = merged.masked_fill(unseen.all(0).unsqueeze(-1), 0)
-    return (merged.view(tokens, heads, latent).to(local.dtype),)
+    return (merged.view((tokens, heads * latent) if flat else (tokens, heads, latent)).to(local.dtype),)
 
 
 def _group(

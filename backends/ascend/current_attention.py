@@ -1,4 +1,8 @@
-"""Ascend rule of `ops.CurrentAttention`: the new tokens as keys without paging, the causal template as mask."""
+"""Ascend rule of `ops.CurrentAttention`: the new tokens as keys without paging, the causal template as mask.
+
+Rows that no request owns have output 0 and LSE 0, so that a merge has a part
+for every row, and need not look for rows without one (`fused.merge_attention`).
+"""
 
 from typing import Any
 
@@ -24,12 +28,14 @@ def rule(
     *,
     run: Run,
     scale: float,
+    workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Without paging both length lists are cumulative and equal: a request's keys are its new tokens."""
     if q_latent.dtype != torch.float32:
         keys = [part.contiguous().unsqueeze(1) for part in (latent, k_rope)]
         how: dict[str, Any] = {"scale": scale, "atten_mask": causal_mask(run), "sparse_mode": 3}
-        return fused(q_latent, q_rope, *keys, lengths=query_lengths, keys=query_lengths, run=run, **how)
+        how["workspace"] = run.scratch(workspace)
+        return fused(q_latent, q_rope, *keys, lengths=query_lengths, keys=query_lengths, padding=0, **how)
     cur, lse = unseen(q_latent)
     end = 0
     for length in query_lengths:
@@ -40,4 +46,6 @@ def rule(
             cur[rows], lse[rows] = plain(
                 q_latent[rows], q_rope[rows], latent[rows], k_rope[rows], scale=scale, hidden=hidden
             )
+    if end < len(lse):
+        lse[end:].zero_()
     return cur, lse

@@ -31,17 +31,19 @@ def rule(
     *,
     run: Run,
     scale: float,
+    workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """With paging the key lengths are per request, the query lengths cumulative."""
     if q_latent.dtype != torch.float32:
         caches = [part.contiguous().unsqueeze(1) for part in (latent_cache, rope_cache)]  # [C, KV heads = 1, S, ...]
         how: dict[str, Any] = {
+            "workspace": run.scratch(workspace),
             "scale": scale,
             "block_table": block_table.contiguous(),
             "block_size": latent_cache.shape[1],
             "sparse_mode": 0,
         }
-        return fused(q_latent, q_rope, *caches, lengths=query_lengths, keys=history_lengths, run=run, **how)
+        return fused(q_latent, q_rope, *caches, lengths=query_lengths, keys=history_lengths, **how)
     hist, lse = unseen(q_latent)
     end, size = 0, latent_cache.shape[1]
     for b, (queries, keys) in enumerate(zip(query_lengths, history_lengths, strict=True)):

@@ -1,18 +1,10 @@
-"""Ascend rule of `ops.PermuteTokens`: npu_moe_init_routing_v2 over the experts of this rank.
-
-With a range of active experts the operator sorts the pairs of that range
-stably to the front.  `row_idx_type` 0 makes its index the op's `source`, for
-each pair its row and -1 for pairs of other ranks, `expert_tokens_num_type` 1
-its counts the op's `counts`.  Both stay on the device.
-"""
+"""Ascend rule of `ops.PermuteTokens`: npu_moe_init_routing_v2 over this rank's experts (see `calls/experts.py`)."""
 
 import torch
 
+from mla_fx.backends.ascend.calls.experts import EXPERTS, route
 from mla_fx.backends.device import Run
 from mla_fx.effects import Aval, Group, ops
-
-#: The most experts that the operator tells apart.
-EXPERTS = 10240
 
 
 def takes(op: ops.PermuteTokens, x: Aval, experts: Aval) -> str | None:
@@ -29,15 +21,6 @@ def rule(
     """Rows behind the last pair are left as the operator leaves them: unwritten."""
     if not experts.numel():
         return x.new_empty((0, x.shape[1])), experts.new_zeros((own,), dtype=torch.int64), torch.empty_like(experts)
-    rows, source, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
-        x.contiguous(),
-        experts.contiguous(),
-        active_num=experts.numel(),  # 8.5 takes -1 at its word and copies no row
-        expert_num=own * group.size,
-        active_expert_range=[run.rank * own, (run.rank + 1) * own],
-        expert_tokens_num_type=1,
-        expert_tokens_num_flag=True,
-        quant_mode=-1,
-        row_idx_type=0,
-    )
-    return rows, counts, source.view(experts.shape)
+    mine = range(run.rank * own, (run.rank + 1) * own)
+    rows, counts, source, _ = route(x, experts, own=mine, count=own * group.size)
+    return rows, counts, source

@@ -21,20 +21,27 @@ ROWS = math.isqrt(POSITIONS)
 
 
 def tables(frequencies: Sequence[float], magnitude: float) -> torch.Tensor:
-    """[2, 2, ROWS, R / 2] float32: of multiples of 2048 and of 1, cosine and sine; `magnitude` is in the first."""
-    turns = torch.outer(torch.arange(ROWS, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
+    """[2, 2, ROWS, R] float32: of multiples of 2048 and of 1, cosine and sine; `magnitude` is in the first."""
+    turns = torch.outer(torch.arange(ROWS, dtype=torch.float64), torch.tensor([*frequencies] * 2, dtype=torch.float64))
     parts = [torch.stack((angle.cos(), angle.sin())) for angle in (ROWS * turns, turns)]
     return torch.stack((parts[0] * magnitude, parts[1])).to(torch.float32)
 
 
 def rule(
-    positions: torch.Tensor, like: torch.Tensor, *, run: Run, frequencies: Sequence[float], magnitude: float
+    positions: torch.Tensor,
+    like: torch.Tensor,
+    *,
+    run: Run,
+    frequencies: Sequence[float],
+    magnitude: float,
+    rounded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine in float32, of all positions that there are."""
+    """Cosine and sine of all positions that there are, in float32, at the end rounded or not."""
     key = ("rope tables", tuple(frequencies), magnitude)
     (high_cos, high_sin), (low_cos, low_sin) = run.constant(key, lambda: tables(frequencies, magnitude))
     high = torch.floor_divide(positions, ROWS)
     low = positions - high * ROWS
     a_cos, a_sin = (torch.index_select(part, 0, high) for part in (high_cos, high_sin))
     b_cos, b_sin = (torch.index_select(part, 0, low) for part in (low_cos, low_sin))
-    return a_cos * b_cos - a_sin * b_sin, a_sin * b_cos + a_cos * b_sin
+    cos, sin = a_cos * b_cos - a_sin * b_sin, a_sin * b_cos + a_cos * b_sin
+    return (cos.to(like.dtype), sin.to(like.dtype)) if rounded else (cos, sin)

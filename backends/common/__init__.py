@@ -21,11 +21,14 @@ from mla_fx.backends.common import (
     gate_logits,
     gather_heads,
     gating_top_k,
+    join_tokens,
     linear,
     local_heads,
+    prefetch,
     rms_norm,
     rope,
     rope_angles,
+    split_tokens,
     swiglu,
     take_rows,
 )
@@ -46,7 +49,10 @@ EXACT: Final[Mapping[type[Op], Rule | Collective]] = MappingProxyType(
     {
         **COLLECTIVES,
         ops.Add: add.rule,
+        ops.JoinTokens: join_tokens.rule,
         ops.LocalHeads: local_heads.rule,
+        ops.Prefetch: prefetch.rule,
+        ops.SplitTokens: split_tokens.rule,
         ops.TakeRows: take_rows.rule,
     }
 )

@@ -1,4 +1,4 @@
-"""Both halves of `ops.AllToAll`: an output and its LSE's bits go as one message, which `payload` packs.
+"""Both halves of `ops.AllToAll`: an output and its LSE's bits go as one message, which `payload` lays out.
 
 The LSE's bits must arrive as they were.  A tensor operator may canonicalise a
 NaN or flush a subnormal of its dtype, and as bf16 or fp16 half of an LSE can be
@@ -23,5 +23,6 @@ def send(out: torch.Tensor, lse: torch.Tensor, *, run: Run, group: Group) -> tor
 def receive(
     moved: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, run: Run, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Own heads' outputs and LSEs of all ranks, in the order of the sources."""
-    return unpack(moved, latent=out.shape[2])
+    """Own heads' outputs and LSEs of all ranks, in the order of the sources, where they have arrived."""
+    tokens, heads, latent = out.shape
+    return unpack(moved, (tokens, heads // group.size, latent))

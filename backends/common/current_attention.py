@@ -25,6 +25,7 @@ def rule(
     *,
     run: Run,
     scale: float,
+    workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
     tokens = TOKENS if run.device.has_streams else HOST_TOKENS

@@ -8,7 +8,13 @@ from mla_fx.backends.device import Run
 
 
 def rule(
-    recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor, *, run: Run
+    recv: torch.Tensor,
+    recv_lse: torch.Tensor,
+    local: torch.Tensor,
+    local_lse: torch.Tensor,
+    *,
+    run: Run,
+    flat: bool,
 ) -> tuple[torch.Tensor]:
     """Weigh one contribution after the other into one float32 buffer (float64 beside float64)."""
     lse = torch.cat((recv_lse, local_lse.unsqueeze(0)))
@@ -24,4 +30,5 @@ def rule(
     merged = torch.mul(local, weights[-1])
     for part, weight in zip(recv, weights, strict=False):
         merged.addcmul_(part, weight)
-    return (merged.to(local.dtype).contiguous(),)
+    merged = merged.to(local.dtype).contiguous()
+    return (merged.flatten(1) if flat else merged,)

@@ -28,6 +28,7 @@ def rule(
     *,
     run: Run,
     scale: float,
+    workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
     tokens, heads, latent = q_latent.shape

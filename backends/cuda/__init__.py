@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from mla_fx.backends import common
+from mla_fx.backends import common, kernels
 from mla_fx.backends.cuda import (
     absorb_query,
     combine,
@@ -54,6 +54,11 @@ TABLE: Final = Table(
         ops.WriteRows: write_rows.rule,
     },
 )
+
+
+def table() -> Table:
+    """`TABLE`, with kernels for the exchange where there is a triton, which torch's CUDA builds bring."""
+    return kernels.with_kernels(TABLE) if kernels.available() else TABLE
 
 
 def require_gpu() -> None:

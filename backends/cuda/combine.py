@@ -9,7 +9,13 @@ from mla_fx.dtypes import wide
 
 
 def rule(
-    recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor, *, run: Run
+    recv: torch.Tensor,
+    recv_lse: torch.Tensor,
+    local: torch.Tensor,
+    local_lse: torch.Tensor,
+    *,
+    run: Run,
+    flat: bool,
 ) -> tuple[torch.Tensor]:
     """Weigh one contribution after the other into one float32 buffer (float64 beside float64)."""
     lse = torch.cat((recv_lse, local_lse.unsqueeze(0)))
@@ -19,4 +25,4 @@ def rule(
     merged = torch.zeros_like(local, dtype=wide(local.dtype), memory_format=torch.contiguous_format)
     for part, weight, hidden in zip((*recv, local), weights, unseen.unsqueeze(-1), strict=True):
         merged.addcmul_(part.to(merged.dtype).masked_fill(hidden, 0), weight)
-    return (merged.to(local.dtype),)
+    return ((merged.flatten(1) if flat else merged).to(local.dtype),)

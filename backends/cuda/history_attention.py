@@ -31,6 +31,7 @@ def rule(
     *,
     run: Run,
     scale: float,
+    workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, softmax and accumulation in float32 (float64 beside float64)."""
     kind, size = wide(q_latent.dtype), latent_cache.shape[1]

@@ -4,9 +4,12 @@ import torch
 
 from mla_fx.backends.cuda.calls.product import per_head
 from mla_fx.backends.device import Run
+from mla_fx.effects import Group
 
 
-def rule(attn: torch.Tensor, w_uv: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
+def rule(attn: torch.Tensor, w_uv: torch.Tensor, *, run: Run, group: Group | None, flat: bool) -> tuple[torch.Tensor]:
     """A matrix for each head, then heads side by side: no more than another view of the result."""
-    heads, _, value = w_uv.shape
-    return (per_head(attn, w_uv).view(attn.shape[0], heads * value),)
+    first = run.rank * attn.shape[1] if group else 0
+    w_uv = w_uv[first : first + attn.shape[1]]
+    out = per_head(attn, w_uv)
+    return (out.flatten(1) if flat else out,)

@@ -17,6 +17,7 @@ def rule(
     *,
     run: Run,
     scale: float,
+    workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The i-th token of a request attends to its tokens 0..i; padding tokens get 0 and -inf."""
     cur = q_latent.new_zeros(q_latent.shape)

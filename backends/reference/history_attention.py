@@ -19,6 +19,7 @@ def rule(
     *,
     run: Run,
     scale: float,
+    workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every token of a request attends to the `history_lengths[b]` rows of its shard; none: 0 and -inf."""
     hist = q_latent.new_zeros(q_latent.shape)

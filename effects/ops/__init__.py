@@ -21,14 +21,17 @@ from mla_fx.effects.ops.gating_top_k import GatingTopK as GatingTopK
 from mla_fx.effects.ops.grouped_linear import GroupedLinear as GroupedLinear
 from mla_fx.effects.ops.history_attention import WORKSPACE as WORKSPACE
 from mla_fx.effects.ops.history_attention import HistoryAttention as HistoryAttention
+from mla_fx.effects.ops.join_tokens import JoinTokens as JoinTokens
 from mla_fx.effects.ops.linear import Linear as Linear
 from mla_fx.effects.ops.local_heads import LocalHeads as LocalHeads
 from mla_fx.effects.ops.permute_tokens import PermuteTokens as PermuteTokens
+from mla_fx.effects.ops.prefetch import Prefetch as Prefetch
 from mla_fx.effects.ops.quant_grouped_linear import QuantGroupedLinear as QuantGroupedLinear
 from mla_fx.effects.ops.quant_linear import QuantLinear as QuantLinear
 from mla_fx.effects.ops.rms_norm import RmsNorm as RmsNorm
 from mla_fx.effects.ops.rope import Rope as Rope
 from mla_fx.effects.ops.rope_angles import RopeAngles as RopeAngles
+from mla_fx.effects.ops.split_tokens import SplitTokens as SplitTokens
 from mla_fx.effects.ops.swiglu import Swiglu as Swiglu
 from mla_fx.effects.ops.take_rows import TakeRows as TakeRows
 from mla_fx.effects.ops.unpermute_tokens import UnpermuteTokens as UnpermuteTokens
@@ -63,6 +66,9 @@ ALL: Final[tuple[type[Op], ...]] = (
     QuantLinear,
     QuantGroupedLinear,
     AllGather,
+    SplitTokens,
+    JoinTokens,
+    Prefetch,
 )
 
 

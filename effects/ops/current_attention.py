@@ -8,7 +8,8 @@ For token t, the i-th of its request, with the request's new tokens j = 0..i:
 
 The new tokens are on every rank, so each rank computes its own N heads and the
 part enters the merge once.  Padding tokens (t >= sum query_lengths) get output
-0 and LSE -inf.  Source: the current part of the vLLM-Ascend split.
+0 and LSE -inf, or LSE 0 where that saves a backend the look for rows that no
+part saw: they are nobody's, and merge to 0 either way.  Source: the current part of the vLLM-Ascend split.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from attrs import field, frozen
 from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
 from mla_fx.effects.ops.history_attention import WORKSPACE, check_query_lengths
-from mla_fx.effects.validate import number
+from mla_fx.effects.validate import number, word
 
 
 @frozen
@@ -31,6 +32,7 @@ class CurrentAttention(Op):
     """
 
     scale: float = field(validator=number(above=0))
+    workspace: str = field(default=WORKSPACE, validator=word)
     operands: ClassVar = {
         "q_latent": "T N L",
         "q_rope": "T N R",
@@ -39,7 +41,11 @@ class CurrentAttention(Op):
         "query_lengths": "B host",
     }
     results: ClassVar = ("cur", "cur_lse")
-    uses: ClassVar = (WORKSPACE,)
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Its workspace, by name."""
+        return (self.workspace,)
 
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Query and keys have one dtype."""

@@ -20,9 +20,9 @@ from attrs import field, frozen
 
 from mla_fx.effects.aval import Aval, wide_dtype
 from mla_fx.effects.op import Op
-from mla_fx.effects.validate import InputError, number, within
+from mla_fx.effects.validate import InputError, number, within, word
 
-#: Scratch that both attention operators use; on an NPU one preallocated block serves both.
+#: Scratch that both attention operators use unless told another; on an NPU one preallocated block serves both.
 WORKSPACE = "workspace"
 
 
@@ -46,6 +46,7 @@ class HistoryAttention(Op):
     """
 
     scale: float = field(validator=number(above=0))
+    workspace: str = field(default=WORKSPACE, validator=word)
     operands: ClassVar = {
         "q_latent": "T H L",
         "q_rope": "T H R",
@@ -56,7 +57,11 @@ class HistoryAttention(Op):
         "history_lengths": "B host",
     }
     results: ClassVar = ("hist", "hist_lse")
-    uses: ClassVar = (WORKSPACE,)
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Its workspace, by name."""
+        return (self.workspace,)
 
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Query and cache have one dtype."""

@@ -2,12 +2,13 @@
 
     a[i] = x[t, h, -R + 2 i],   b[i] = x[t, h, -R + 2 i + 1]        i < R / 2
     out[t, h, i]         = a[i] * cos[t, i] - b[i] * sin[t, i]
-    out[t, h, R / 2 + i] = b[i] * cos[t, i] + a[i] * sin[t, i]
+    out[t, h, R / 2 + i] = b[i] * cos[t, R / 2 + i] + a[i] * sin[t, R / 2 + i]
 
 Pairs lie interleaved in the projection and leave de-interleaved, as in Hugging
 Face and in the Ascend operators (the DeepSeek reference leaves them in place:
-same scores, other order in the cache).  The computation is in the dtype of the
-angles, the result in that of `x`.
+same scores, other order in the cache).  The angles are wide or in the dtype of
+`x`; the computation is wide, float32 (float64 beside float64), the result in
+the dtype of `x`.
 """
 
 from collections.abc import Mapping
@@ -23,18 +24,20 @@ from mla_fx.effects.validate import integer
 
 @frozen
 class Rope(Op):
-    """`x` [T, heads * D], `cos`, `sin` [T, R / 2] -> [T, heads, R], or [T, R] when `heads` is None.
+    """`x` [T, heads * D], `cos`, `sin` [T, R] -> [T, heads, R], or [T, R] when `heads` is None.
 
     `heads` splits the features of `x` into heads; None rotates the end of the
     one row of a token (the key, shared by all heads).
     """
 
     heads: int | None = field(validator=optional(integer(1)))
-    operands: ClassVar = {"x": "T D", "cos": "T half wide", "sin": "T half wide"}
+    operands: ClassVar = {"x": "T D", "cos": "T R either", "sin": "T R either"}
 
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
-        """A head must be at least R wide."""
-        heads, rope = self.heads or 1, 2 * axes["half"]
+        """R is even, and a head at least that wide."""
+        heads, rope = self.heads or 1, axes["R"]
+        if rope % 2:
+            raise ShapeError(f"{self.name}: axis R of cos must be even: got {rope}")
         if axes["D"] % heads or axes["D"] // heads < rope:
             raise ShapeError(
                 f"{self.name}: axis 1 of x must be {heads} heads of at least R = {rope} features: got {axes['D']}"

@@ -6,6 +6,10 @@ from typing import Any, Final
 import attrs
 import torch
 
+from mla_fx.backends.ascend.fused.add_rms_norm import AddRmsNorm
+from mla_fx.backends.ascend.fused.norm_rope_write import NormRopeWrite
+from mla_fx.backends.ascend.fused.quant_experts import QuantExperts
+from mla_fx.backends.ascend.fused.quant_mlp import QuantMlp
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Group, Op, ops
 from mla_fx.effects.aval import operand, wide_dtype
@@ -99,14 +103,15 @@ def _rms_norm(s: Step) -> list[Case]:
 
 def _rope_angles(s: Step) -> list[Case]:
     frequencies = tuple(10000.0 ** (-2 * i / ROPE) for i in range(ROPE // 2))
-    op = ops.RopeAngles(frequencies=frequencies, magnitude=1.0)
-    return [Case(op, (Aval((s.tokens,), "int64"), s.real(s.tokens, HIDDEN)))]
+    each = [ops.RopeAngles(frequencies=frequencies, magnitude=1.0, rounded=rounded) for rounded in (False, True)]
+    return [Case(op, (Aval((s.tokens,), "int64"), s.real(s.tokens, HIDDEN))) for op in each]
 
 
 def _rope(s: Step) -> list[Case]:
-    angles = (s.wide(s.tokens, ROPE // 2),) * 2
+    angles = [(kind(s.tokens, ROPE),) * 2 for kind in (s.wide, s.real)]
     return [
-        Case(ops.Rope(heads), (s.real(s.tokens, features), *angles))
+        Case(ops.Rope(heads), (s.real(s.tokens, features), *pair))
+        for pair in angles
         for heads, features in ((s.heads, s.heads * (NOPE + ROPE)), (None, LATENT + ROPE))
     ]
 
@@ -177,6 +182,31 @@ def _quant_grouped(s: Step) -> list[Case]:
     ]
 
 
+def _quant_experts(s: Step) -> list[Case]:
+    own = EXPERTS // s.ranks
+    weights = [(own, 2 * EXPERT, HIDDEN), (own, HIDDEN, EXPERT)]
+    given = [each for shape in weights for each in (Aval(shape, "int8"), s.wide(*shape[:2]))]
+    op = QuantExperts(own, s.group)
+    return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32"), *given))]
+
+
+def _quant_mlp(s: Step) -> list[Case]:
+    widths = (DENSE // s.ranks, SHARED // s.ranks)
+    return [
+        Case(
+            QuantMlp(),
+            (
+                s.real(s.tokens, HIDDEN),
+                Aval((2 * width, HIDDEN), "int8"),
+                s.wide(2 * width),
+                Aval((HIDDEN, width), "int8"),
+                s.wide(HIDDEN),
+            ),
+        )
+        for width in widths
+    ]
+
+
 def _permute(s: Step) -> list[Case]:
     op = ops.PermuteTokens(EXPERTS // s.ranks, s.group)
     return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32")))]
@@ -187,6 +217,40 @@ def _embedding(s: Step) -> list[Case]:
     return [Case(ops.Embedding(VOCABULARY, s.group), (Aval((s.tokens,), "int64"), table))]
 
 
+def _combine(s: Step) -> list[Case]:
+    """Latents, and values that were projected before."""
+    return [
+        Case(
+            ops.Combine(flat),
+            (
+                s.real(s.ranks, s.tokens, s.heads, features),
+                s.wide(s.ranks, s.tokens, s.heads),
+                s.real(s.tokens, s.heads, features),
+                s.wide(s.tokens, s.heads),
+            ),
+        )
+        for flat, features in ((False, LATENT), (True, VALUE))
+    ]
+
+
+def _v_up(s: Step) -> list[Case]:
+    """What was merged; all heads of the history, and the current part with own heads of them, before."""
+    every = s.real(HEADS, LATENT, VALUE)
+    own = s.real(s.tokens, s.heads, LATENT)
+    return [
+        Case(ops.VUp(), (own, s.real(s.heads, LATENT, VALUE))),
+        Case(ops.VUp(flat=False), (s.real(s.tokens, HEADS, LATENT), every)),
+        Case(ops.VUp(s.group, flat=False), (own, every)),
+    ]
+
+
+def _norm_rope_write(s: Step) -> list[Case]:
+    if s.dtype not in ("bf16", "fp16"):  # found in no other step
+        return []
+    angles, (latent, rope), slots = (s.real(s.tokens, ROPE),) * 2, _caches(s), Aval((s.tokens,), "int64")
+    return [Case(NormRopeWrite(1e-6), (s.real(s.tokens, LATENT + ROPE), s.real(LATENT), *angles, latent, rope, slots))]
+
+
 def _single(make: Callable[[Step], Case]) -> Callable[[Step], list[Case]]:
     return lambda step: [make(step)]
 
@@ -194,8 +258,9 @@ def _single(make: Callable[[Step], Case]) -> Callable[[Step], list[Case]]:
 def _by_letters(op: type[Op], s: Step) -> list[Case]:
     """The case of an op without parameters, from what it says of its operands, letter by letter."""
     sizes = {"T": s.tokens, "N": s.heads, "H": HEADS, "W": s.ranks, "L": LATENT, "R": ROPE, "V": VALUE, "D": HIDDEN}
-    sizes |= {"X": EXPERTS, "U": TOP_K, "Z": s.tokens * TOP_K, "C": BLOCKS, "S": BLOCK, "O": 4}
-    dtypes = {"float": s.dtype, "wide": wide_dtype(s.dtype)}
+    sizes |= {"X": EXPERTS, "U": TOP_K, "Z": s.tokens * TOP_K, "C": BLOCKS, "S": BLOCK, "O": 4, "J": 3}
+    sizes |= {"F": QUERY, "K": LATENT + ROPE}
+    dtypes = {"float": s.dtype, "wide": wide_dtype(s.dtype), "any": s.dtype}
     said = map(operand, op.operands.values())
     avals = (Aval(tuple(sizes[axis] for axis in one.axes), dtypes.get(one.kind, one.kind)) for one in said)
     return [Case(op(), tuple(avals))]
@@ -219,6 +284,9 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ops.HistoryAttention: _history,
     ops.CurrentAttention: _current,
     ops.AllToAll: _all_to_all,
+    ops.Combine: _combine,
+    ops.VUp: _v_up,
+    ops.SplitTokens: _single(lambda s: Case(ops.SplitTokens(s.tokens // 2), (s.real(s.tokens, HIDDEN),))),
     ops.AllReduce: _single(lambda s: Case(ops.AllReduce(s.group), (s.real(s.tokens, HIDDEN),))),
     ops.Embedding: _embedding,
     ops.Swiglu: _single(lambda s: Case(ops.Swiglu(), (s.real(s.tokens, 2 * EXPERT),))),
@@ -227,6 +295,10 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ops.GroupedLinear: _grouped_linear,
     ops.QuantLinear: _quant_linear,
     ops.QuantGroupedLinear: _quant_grouped,
+    QuantExperts: _quant_experts,
+    QuantMlp: _quant_mlp,
+    AddRmsNorm: _single(lambda s: Case(AddRmsNorm(1e-6), (*(s.real(s.tokens, HIDDEN),) * 2, s.real(HIDDEN)))),
+    NormRopeWrite: _norm_rope_write,
     ops.AllGather: _single(
         lambda s: Case(ops.AllGather(VOCABULARY, s.group), (s.real(s.tokens, -(-VOCABULARY // s.ranks)),))
     ),

@@ -12,7 +12,7 @@ from mla_fx import backends, orchestrations
 from mla_fx.backends import Backend, MissingRuleError, Run
 from mla_fx.effects import Aval, InputError, LawError, Op, Step, Wait, bind, ops, schedule, trace
 from mla_fx.testing import assert_runs_alike, backend  # noqa: F401
-from tests.setups import Setup
+from tests.setups import ANYWHERE, Setup
 
 SETUP = Setup()
 PROGRAM = schedule(SETUP.step, orchestrations.attention_aside)
@@ -129,7 +129,7 @@ def test_gradients_are_not_recorded():
     assert not out[0].requires_grad
 
 
-@pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+@pytest.mark.parametrize("orchestration", ANYWHERE)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 def test_replicated_query_equals_gathered_query(dtype, orchestration):
     """Same layer, same shards; only where the other ranks' queries come from differs."""

@@ -48,7 +48,7 @@ from mla_fx.effects import (
     violations,
 )
 from mla_fx.models import Loader, mtp_step
-from tests.setups import Setup, checkpoint, model_config
+from tests.setups import ANYWHERE, Setup, checkpoint, model_config
 
 
 def by_kind(equation: Equation) -> str:
@@ -94,7 +94,7 @@ def late_write(setup: Setup) -> Step:
 
 
 KEYS_ASIDE = Orchestration("keys-aside", by_kind, streams=("keys", "side", "comm"))
-ORCHESTRATIONS = {**orchestrations.NAMED, KEYS_ASIDE.name: KEYS_ASIDE}
+ORCHESTRATIONS = {**{name: orchestrations.NAMED[name] for name in ANYWHERE}, KEYS_ASIDE.name: KEYS_ASIDE}
 ONE, STACK = Setup(), Setup(layers=2)
 
 

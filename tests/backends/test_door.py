@@ -15,7 +15,7 @@ from mla_fx.backends import ContractError, RunError
 from mla_fx.effects import Aval, InputError, LawError, Wait, bind, check, ops, schedule, trace
 from mla_fx.models import Engine
 from tests.models.served import make_runner, small
-from tests.setups import Setup
+from tests.setups import ANYWHERE, Setup
 
 SETUP = Setup()
 PROGRAM = schedule(SETUP.step, orchestrations.attention_aside)
@@ -216,7 +216,7 @@ def test_prepared_once_for_many_programs(monkeypatch):
     given = {leaf.data_ptr() for leaf in pytree.tree_leaves(params)}
     held = [leaf for leaves in prepared.leaves.values() for leaf in leaves]
     assert {leaf.data_ptr() for leaf in held} == given  # on its own device and in its own dtype nothing is copied
-    for orchestration in orchestrations.NAMED.values():
+    for orchestration in map(orchestrations.NAMED.get, ANYWHERE):
         run = counting.compile(schedule(setup.step, orchestration), prepared)
         run(*setup.arguments())
         run(*setup.arguments())

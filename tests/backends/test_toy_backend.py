@@ -8,17 +8,19 @@ from mla_fx.effects import ops, schedule
 from tests.setups import Setup
 
 
-def v_up(attn, w_uv, *, run):
+def v_up(attn, w_uv, *, run, group, flat):
     """One contraction for all heads, with the weight in the form that it was prepared in."""
+    assert flat and group is None
     return (torch.einsum("tnl,nvl->tnv", attn, w_uv).flatten(1),)
 
 
-def combine(recv, recv_lse, local, local_lse, *, run):
+def combine(recv, recv_lse, local, local_lse, *, run, flat):
     """All partials in one softmax over their LSEs, in float32; what saw no key is selected away."""
     parts, lse = torch.cat([recv, local[None]]).float(), torch.cat([recv_lse, local_lse[None]])
     seen = lse.isfinite()
     weights = torch.softmax(lse, 0).where(seen, 0)
-    return ((weights[..., None] * parts.where(seen[..., None], 0)).sum(0).to(local.dtype),)
+    merged = (weights[..., None] * parts.where(seen[..., None], 0)).sum(0).to(local.dtype)
+    return (merged.flatten(1) if flat else merged,)
 
 
 def takes_combine(op, recv, *others):

@@ -8,7 +8,6 @@ weigh most; by hand it is the same calls in a loop.  Run with `make bench`; the
 limits are also held by the plain suite, with slack for a noisy machine.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,13 +36,13 @@ CONFIG = MlaConfig(
 SETUP = Setup(ranks=RANKS, requests=1, tokens=1, block_size=128, table_width=9, dtype="bf16", config=CONFIG)
 STACK = Setup(ranks=1, layers=61, requests=1, tokens=1)
 RUNS = [Run(rank) for rank in range(RANKS)]
-FREQUENCIES = frequencies(CONFIG)
+ANGLES = {"frequencies": frequencies(CONFIG), "magnitude": 1.0, "rounded": False}
 
 
 class Nowhere(InProcess):
     """Ranks whose messages are nobody's: each is brought what it sent."""
 
-    def move(self, how: Any, sent: Sequence[Any]) -> list[Any]:
+    def move(self, how: Any, sent: Sequence[Any], *, spent: bool = False) -> list[Any]:
         """Nothing moves."""
         return list(sent)
 
@@ -60,7 +59,7 @@ def by_hand(params: Any, caches: Any, hidden: Any, batches: Any, rule: Any, worl
 
     queries, history, current = [], [], []
     for run, p, x, batch in zip(RUNS, params, hidden, batches, strict=True):
-        cos, sin = rule[ops.RopeAngles](batch.positions, x, run=run, frequencies=FREQUENCIES, magnitude=1.0)
+        cos, sin = rule[ops.RopeAngles](batch.positions, x, run=run, **ANGLES)
         (q_a,) = rule[ops.Linear](x, p.query.q_a_proj, run=run)
         (q_a,) = rule[ops.RmsNorm](q_a, p.query.q_a_layernorm, run=run, epsilon=epsilon)
         (q,) = rule[ops.Linear](q_a, p.query.q_b_proj, run=run)
@@ -133,8 +132,12 @@ def doing(op: type[Op], results: Any) -> Callable[..., Any]:
             return lambda *_, run: results
         case ("epsilon",):
             return lambda *_, run, epsilon: results
-        case ("scale",):
-            return lambda *_, run, scale: results
+        case ("scale", "workspace"):
+            return lambda *_, run, scale, workspace: results
+        case ("flat",):
+            return lambda *_, run, flat: results
+        case ("group", "flat"):
+            return lambda *_, run, group, flat: results
         case ("heads",):
             return lambda *_, run, heads: results
         case ("rope",):
@@ -156,28 +159,29 @@ def emptied(setup: Setup, program: Program) -> Executable:
     return run
 
 
-#: A noisy neighbour can double a time that was measured alone.
-SLACK = 2.0
-
-
 def test_overhead_is_within_its_limits(layer):
-    """At most 1 us a call and 3 % of the layer.
+    """What surrounds a call costs at most three times the call itself, and all of it at most 3 % of the layer.
 
     With rules that do nothing, what is left is what surrounds the calls: loading
     and checking the arguments, the loop over rows, packing the results; less
-    what the same calls cost by hand.
+    what the same calls, on nothing, cost by hand.  A call in this measure is one
+    of a Python function with keywords, so that a slow machine is slow in both.
     """
     run, params, arguments = layer
     empty, calls = emptied(SETUP, run.program), calls_of(run.program, RANKS)
-    whole = statistics.median(seconds(run, *arguments) for _ in range(30))
+    whole = min(seconds(run, *arguments) for _ in range(10))
     pairs = [
         (seconds(empty, *arguments), seconds(by_hand, params, *arguments, NOTHING, Nowhere(RANKS))) for _ in range(500)
     ]
-    around = min(ours for ours, _ in pairs) - min(hand for _, hand in pairs)
+    hand = min(hand for _, hand in pairs)
+    around = min(ours for ours, _ in pairs) - hand
     step, call = around * 1e6, around / calls * 1e6
-    print(f"\naround the calls {step:.0f} us a step, {call:.2f} us a call, {around / whole:.2%} of a layer")
-    assert around / calls <= 1e-6 * SLACK
-    assert around / whole <= 0.03 * SLACK
+    print(
+        f"\naround the calls {step:.0f} us a step, {call:.2f} us a call, {around / whole:.2%} of a layer; "
+        f"the calls {hand * 1e6:.0f} us"
+    )
+    assert around <= 3 * hand
+    assert around <= 0.03 * whole
 
 
 def calls_by_hand(program: Program) -> Callable[[], None]:
@@ -196,17 +200,19 @@ def calls_by_hand(program: Program) -> Callable[[], None]:
 
 
 def test_overhead_of_61_layers():
-    """At most 0.9 ms a step around the calls, and 0.3 s to compile it."""
+    """What surrounds the calls of 61 layers costs at most what they do; compiling takes at most 300 such steps."""
     program = schedule(STACK.step, orchestrations.attention_aside)
     empty, hand = emptied(STACK, program), calls_by_hand(program)
     arguments = STACK.caches(), STACK.hidden(), STACK.batches(history=(9,), query=(1,))
     pairs = [(seconds(empty, *arguments), seconds(hand)) for _ in range(100)]
-    around = min(ours for ours, _ in pairs) - min(hand for _, hand in pairs)
+    calls = min(hand for _, hand in pairs)
+    around = min(ours for ours, _ in pairs) - calls
     backend = backends.get("cpu")
     prepared = backend.prepare(program, STACK.params())
     compiling = min(seconds(backend.compile, program, prepared) for _ in range(3))
     print(
-        f"\n61 layers: {around * 1e6:.0f} us a step around {len(program.launches)} calls, compiled in {compiling:.3f} s"
+        f"\n61 layers: {around * 1e6:.0f} us a step around {len(program.launches)} calls of {calls * 1e6:.0f} us, "
+        f"compiled in {compiling:.3f} s"
     )
-    assert around <= 0.9e-3 * SLACK
-    assert compiling <= 0.3 * SLACK
+    assert around <= calls
+    assert compiling <= 300 * (around + calls)

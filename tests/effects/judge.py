@@ -31,7 +31,7 @@ class Judge:
         self.program = program
         self.effects = program.effects
         self.wrong: set[str] = set()
-        self.orders: set[tuple[int, ...]] = set()
+        self.orders: dict[str, set[tuple[int, ...]]] = {}  # in which a rank's collectives began, by what goes on alone
         self.block: dict[str, str] = {one.name: one.name for one in program.inputs}
         self.version: dict[str, int] = dict.fromkeys(self.block, 0)  # of its block
         self.home: dict[str, str] = {}
@@ -42,6 +42,11 @@ class Judge:
         names, results = list(launch.op.operands), list(launch.op.results)
         written = {results.index(r): launch.operands[names.index(o)] for o, r in launch.op.writes.items()}
         for k, name in enumerate(launch.results):
+            if results[k] in launch.op.views:
+                # Another name for what is there: it has nobody's memory, and nothing of its own is ever written to it.
+                seen = launch.operands[names.index(launch.op.views[results[k]])]
+                self.block[name], self.version[name] = self.block[seen], self.version[seen]
+                continue
             old = written.get(k)
             self.block[name] = name if old is None else self.block[old]
             self.version[name] = 0 if old is None else self.version[old] + 1
@@ -50,7 +55,7 @@ class Judge:
 
     def verdict(self) -> set[str]:
         """What can go wrong: "race", "collectives", "unjoined"; nothing for a program that is right."""
-        self.wrong, self.orders = set(), set()
+        self.wrong, self.orders = set(), {}
         start = (0, ((MAIN, ((SEEN, None),)),), frozenset(), frozenset(), (), frozenset(), (), ())
         seen, stack = {start}, [start]
         while stack and "race" not in self.wrong:
@@ -59,7 +64,7 @@ class Judge:
                 if following not in seen:
                     seen.add(following)
                     stack.append(following)
-        if len(self.orders) > 1:
+        if any(len(orders) > 1 for orders in self.orders.values()):
             self.wrong.add("collectives")
         return self.wrong
 
@@ -86,7 +91,16 @@ class Judge:
                 if after is not None:
                     yield after
         if position > len(self.effects) and not any(queues.values()):
-            self.orders.add(state[7])
+            self._ran(state[7])
+
+    def _ran(self, order: tuple[int, ...]) -> None:
+        """One order of collectives to the end.  Ranks with two wait for each other, unless both groups go on alone."""
+        queues: dict[str, list[int]] = {}
+        for at in order:
+            group = self.effects[at].op.group
+            queues.setdefault(group.name if group.independent else "", []).append(at)
+        for queue, mine in queues.items():
+            self.orders.setdefault(queue, set()).add(tuple(mine))
 
     def _waits_for_memory(self, state: Any) -> bool:
         """Whether the next launch would take memory if it were issued later."""
@@ -188,8 +202,9 @@ class Judge:
         launch = self.effects[at]
         for name in launch.operands:
             self._reads(name, content)
-        for name in launch.results:
-            content[self.block[name]] = self.version[name]
+        for result, name in zip(launch.op.results, launch.results, strict=True):
+            if result not in launch.op.views:
+                content[self.block[name]] = self.version[name]
 
     def _read(self, queues: Any, running: Any, content: dict[str, Any]) -> None:
         for name in self.program.outputs:

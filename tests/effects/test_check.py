@@ -207,6 +207,31 @@ def test_rule_6_across_groups():
     assert one(violations(program(*forked[:2], tp, dcp, *forked[4:])), 6).order
 
 
+def test_rule_6_groups_that_are_declared_independent():
+    """Their collectives are in one order among themselves, and in none with those of others."""
+    forked = shared(Exchange).effects
+
+    def of(first, second):
+        return program(
+            *forked[:2],
+            Launch("main", Exchange(1, first), ("x",), ("a",)),
+            Launch("side", Exchange(3, second), ("y",), ("b",)),
+            *forked[4:],
+        )
+
+    alone, other = Group("ep", 2, independent=True), Group("pp", 2, independent=True)
+    tp, dcp = Group("tp", 2), Group("dcp", 2)
+    for first, second in ((alone, tp), (dcp, alone), (alone, other)):
+        check(of(first, second))
+    for first, second in ((tp, dcp), (alone, alone)):
+        assert one(violations(of(first, second)), 6).order
+    unsure = one(violations(of(alone, Group("ep", 2))), 0)
+    assert unsure.message == (
+        "'b = exchange y    over ep[2]' and 'a = exchange x    over ep[2] independent' must say the same of their "
+        "group: got ep[2] and ep[2] independent"
+    )
+
+
 def test_groups_and_workspaces_of_one_name_are_kept_apart():
     """`Swap` uses a workspace called dcp, and `Exchange` runs over a group that is called so."""
     forked = shared(Swap).effects

@@ -122,7 +122,7 @@ def test_some_are_rewritten_and_some_are_left_alone():
     """The property above is not empty: wholes of several parts are put in, and others are refused."""
     seen = set()
 
-    @settings(quick, max_examples=80)
+    @settings(quick, max_examples=240)
     @given(STEPS, patterns())
     def collect(step, pattern):
         match = pattern(step)

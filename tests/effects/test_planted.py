@@ -16,7 +16,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mla_fx.effects import Equation, Keep, LawError, Op, Program, Step, Value, Wait, bind, schedule, trace
+from mla_fx.effects import Equation, Keep, Launch, LawError, Op, Program, Step, Value, Wait, bind, schedule, trace
 from mla_fx.effects import check as law
 from tests.effects import toys
 from tests.effects.judge import Judge
@@ -30,7 +30,7 @@ from tests.effects.test_law_teeth import (
     serial,
     verdict_holds,
 )
-from tests.effects.toys import DCP, TP, Exchange, One, Room, Scratch, Two, X, placed
+from tests.effects.toys import ALONE, DCP, TP, Exchange, One, Peek, Room, Scratch, Two, Update, X, placed
 
 #: The modules, which the functions of their names hide in the package.
 SCHEDULER, LAW = (import_module(f"mla_fx.effects.{name}") for name in ("schedule", "check"))
@@ -42,12 +42,12 @@ Example = tuple[Step, Callable[[Equation], str]]
 
 
 def example(*calls: tuple[str, str, Op, str]) -> Example:
-    """A step and its streams from (stream, result, op, operands); every result that nothing takes is an output."""
+    """A step and its streams from (stream, results, op, operands); every result that nothing takes is an output."""
 
     def compute(x: Value) -> list[Value]:
         values = {"x": x}
         for _, result, op, operands in calls:
-            (values[result],) = bind(op, *(values[name] for name in operands.split()))
+            values.update(zip(result.split(), bind(op, *(values[name] for name in operands.split())), strict=True))
         taken = {name for *_, operands in calls for name in operands.split()}
         return [value for name, value in values.items() if name not in taken]
 
@@ -86,6 +86,24 @@ SEES_LATER = example(
 #: What main returns is made elsewhere.
 ASIDE = example(("side", "a", One(1), "x"))
 
+#: Two collectives of a group that goes on beside all others.
+ONE_ALONE = twice(Exchange(1, ALONE), Exchange(3, ALONE))
+#: Main goes on while side uses a view of v.
+VIEW = example(
+    ("main", "v", One(1), "x"),
+    *(("main", "w m", Peek(3), "v"), ("side", "a", One(5), "w"), ("main", "b", One(7), "x")),
+)
+#: Side has v, and comm a view of it.
+VIEW_FIRST = example(
+    ("side", "v", One(1), "x"),
+    *(("side", "w m", Peek(3), "v"), ("comm", "a", One(5), "w"), ("main", "b", Two(7), "m a")),
+)
+#: Side reads v, and main writes it through a view.
+VIEW_WRITTEN = example(
+    ("main", "v", One(1), "x"),
+    *(("side", "a", One(3), "v"), ("main", "w m", Peek(5), "v"), ("main", "u", Update(7), "w x")),
+)
+
 # --- what is asked of them -------------------------------------------------------
 
 
@@ -93,8 +111,14 @@ def legal(step: Step, streams: Any) -> None:
     law(schedule(step, streams))
 
 
+def as_written(step: Step) -> Program:
+    """One equation after the other on one stream, which nobody has scheduled."""
+    effects = tuple(Launch("main", e.op, e.operands, e.results, e.tag) for e in step.equations)
+    return Program(step.inputs, step.outputs, effects, tree=step.tree)
+
+
 def right_unchecked(step: Step, streams: Any) -> None:
-    toys.right(schedule(step, streams), toys.run(serial(step)), range(12))
+    toys.right(schedule(step, streams), toys.run(as_written(step)), range(12))
 
 
 def right_by_judge(step: Step, streams: Any) -> None:
@@ -202,6 +226,29 @@ def no_stream_joins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PLAN, "_needs", lambda self: [*list(needs(self))[:-1], {}])
 
 
+def a_view_has_memory_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    plain = SCHEDULER.memory_of
+
+    def memory(inputs: Any, equations: Any) -> dict[str, str]:
+        root = plain(inputs, equations)
+        views = (e.results[result] for e in equations for result in e.op.viewed())
+        return {**root, **{name: name for name in views}}
+
+    patch.setattr(SCHEDULER, "memory_of", memory)
+
+
+def a_view_is_there_from_the_start(patch: pytest.MonkeyPatch) -> None:
+    """Nobody who takes a view waits for what it is a view of."""
+    needs = PLAN._needs
+
+    def fewer(self: Any) -> Iterator[dict[int, list[str]]]:
+        for need in needs(self):
+            views = {name for name in self.root if name.startswith("view")}
+            yield {i: left for i, why in need.items() if (left := [word for word in why if word not in views])}
+
+    patch.setattr(PLAN, "_needs", fewer)
+
+
 IN_THE_SCHEDULER: dict[str, tuple[Fault, Example]] = {
     "collectives on two streams": (unasked("collectives"), ONE_GROUP),
     "collectives of two groups on two streams": (unasked_across_groups, TWO_GROUPS),
@@ -212,6 +259,10 @@ IN_THE_SCHEDULER: dict[str, tuple[Fault, Example]] = {
     "the last keep is lost": (the_last_keep_is_lost, ONE_KEEP),
     "a keep for the last use alone": (a_keep_for_the_last_use_alone, TWO_KEEPS),
     "no stream joins": (no_stream_joins, ASIDE),
+    "collectives of an independent group on two streams": (unasked("collectives"), ONE_ALONE),
+    "a view has memory of its own": (a_view_has_memory_of_its_own, VIEW),
+    "a view that is written has memory of its own": (a_view_has_memory_of_its_own, VIEW_WRITTEN),
+    "a view is there from the start": (a_view_is_there_from_the_start, VIEW_FIRST),
 }
 
 
@@ -266,12 +317,13 @@ def nothing(*_: Any) -> None:
 
 
 def forget_the_collective(law: Any, *_: Any) -> None:
-    law.collective = None
+    law.collectives.clear()
 
 
 def forget_other_groups(law: Any, launch: Any, *_: Any) -> None:
-    if law.collective is not None and law.collective.launch.op.group_of() != launch.op.group_of():
-        law.collective = None
+    last = law.collectives.get(None)
+    if last is not None and last.launch.op.group_of() != launch.op.group_of():
+        law.collectives.clear()
 
 
 def forget(workspace: str) -> Callable[..., None]:
@@ -306,6 +358,18 @@ def see_everything(law: Any, wait: Any) -> None:
             law.clock(wait.stream)[stream] = max(law.clock(wait.stream).get(stream, 0), tick)
 
 
+def a_view_apart(law: Any, launch: Any, use: Any, *_: Any) -> None:
+    """A view is taken for memory of its own."""
+    for result in launch.op.viewed():
+        name = launch.results[result]
+        law.memory[name] = LAW._Memory(name, law.shown.get(name, name), home=launch.stream, uses={use: None})
+
+
+def a_view_without_a_producer(law: Any, launch: Any, *_: Any) -> None:
+    for result in launch.op.viewed():
+        law.shown[launch.results[result]] = law.memory[launch.results[result]].newest = launch.results[result]
+
+
 IN_THE_LAW: dict[str, tuple[Fault, Example]] = {
     "collectives on two streams": (around("shared", forget_the_collective), ONE_GROUP),
     "collectives of two groups on two streams": (around("shared", forget_other_groups), TWO_GROUPS),
@@ -320,6 +384,9 @@ IN_THE_LAW: dict[str, tuple[Fault, Example]] = {
     ),
     "a wait brings all that was issued": (around("wait", nothing, see_everything), TWO_SOURCES),
     "no stream has to join": (around("end", forget_what_has_to_join), ASIDE),
+    "collectives of an independent group on two streams": (around("shared", forget_the_collective), ONE_ALONE),
+    "a view has memory of its own": (around("results", nothing, a_view_apart), VIEW),
+    "a view is there from the start": (around("results", nothing, a_view_without_a_producer), VIEW_FIRST),
 }
 
 

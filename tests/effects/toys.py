@@ -24,6 +24,7 @@ RANKS = 2
 STREAMS = ("main", "side", "comm", "aux")
 X = Aval((SIZE,), "fp64")
 DCP, TP = Group("dcp", RANKS), Group("tp", RANKS)
+ALONE = Group("ep", RANKS, independent=True)
 
 
 @frozen
@@ -77,6 +78,15 @@ class Update(Toy):
 
 
 @frozen
+class Peek(Toy):
+    """A view of what it takes, and something that it makes of it."""
+
+    operands: ClassVar = {"a": "T"}
+    results: ClassVar = ("view", "made")
+    views: ClassVar = {"view": "a"}
+
+
+@frozen
 class Exchange(Toy):
     group: Group = DCP
     operands: ClassVar = {"a": "T"}
@@ -103,6 +113,10 @@ def fork_rule(a: torch.Tensor, *, run: Run, salt: int) -> tuple[torch.Tensor, ..
     return mix(a, salt=salt), mix(a, salt=salt + 1)
 
 
+def peek_rule(a: torch.Tensor, *, run: Run, salt: int) -> tuple[torch.Tensor, ...]:
+    return a[:], mix(a, salt=salt)
+
+
 def update_rule(state: torch.Tensor, a: torch.Tensor, *, run: Run, salt: int) -> tuple[torch.Tensor, ...]:
     return (state.copy_(mix(state, a, salt=salt)),)
 
@@ -119,6 +133,7 @@ RULES: Mapping[type[Op], Any] = {
     **dict.fromkeys((One, Two, Scratch, Room, Both), mix_rule),
     Fork: fork_rule,
     Update: update_rule,
+    Peek: peek_rule,
     **dict.fromkeys((Exchange, Swap), Collective(send, receive)),
 }
 
@@ -183,42 +198,46 @@ def put(name: str) -> Input:
 #: What random steps are made of; the more often a kind stands here, the more often it is drawn.
 KINDS: tuple[type[Toy], ...] = (
     *(One, One, Two, Two, Fork, Scratch, Scratch, Room, Room, Both),
-    *(Exchange, Swap, Update, Update),
+    *(Exchange, Swap, Update, Update, Peek),
 )
-GROUPS = (DCP, TP)
+GROUPS = (DCP, TP, ALONE)
 
 
 #: Fewer reasons for an order, so that values are still in use on several streams when their own goes on: keeps.
-CALM: tuple[type[Toy], ...] = (One, One, Two, Two, Fork, Exchange)
+CALM: tuple[type[Toy], ...] = (One, One, Two, Two, Fork, Peek, Exchange)
 
 
 @st.composite
 def steps(draw: st.DrawFn, max_calls: int = 9, kinds: tuple[type[Toy], ...] = ()) -> Step:
-    """A random computation: every value ends up in an output, states are written in place."""
+    """A random computation: every value ends up in an output, states are written in place, through views too."""
     kinds = kinds or draw(st.sampled_from([KINDS, CALM]))
     count, calls = draw(st.integers(1, 3)), draw(st.integers(1, max_calls))
 
     def compute(**inputs: Value) -> tuple[Value, ...]:
         values = list(inputs.values())
         states: list[Value] = []  # newest versions
+        memory = {value: value.name for value in values}
         made: list[Value] = []
         used: set[Value] = set()
         for salt in range(1, 2 * calls, 2):
             kind = draw(st.sampled_from(kinds))
-            if kind is Update and not states and len(values) > 1:
-                # A state that the program makes, or one of the caller's.
-                states.append(values.pop(draw(st.integers(0, len(values) - 1))))
-            if kind is Update and not states:
-                kind = One
             if kind is Update:
-                which = draw(st.integers(0, len(states) - 1))
-                operands = [states[which], draw(st.sampled_from(values))]
+                # A state that the program makes, or one of the caller's; or a state that is one already.
+                state = draw(st.sampled_from(states or values))
+                others = [value for value in values if memory[value] != memory[state]]
+                kind = kind if others else One
+            if kind is Update:
+                operands = [state, draw(st.sampled_from(others))]
                 results = bind(Update(salt), *operands)
-                states[which] = results[0]
+                memory[results[0]] = memory[state]
+                values, states = others, [one for one in states if memory[one] != memory[state]] + [results[0]]
             else:
                 group = {"group": draw(st.sampled_from(GROUPS))} if kind.communicates else {}
                 operands = [draw(st.sampled_from([*values, *states])) for _ in kind.operands]
                 results = bind(kind(salt, **group), *operands)
+                memory.update((value, f"{salt}.{k}") for k, value in enumerate(results))
+                if kind is Peek:
+                    memory[results[0]] = memory[operands[0]]
                 values.extend(results)
             made.extend(results)
             used.update(operands)

@@ -117,7 +117,7 @@ def test_texts_follow_the_distribution(drafts):
 
     That is rejection sampling: a draft that is certain is accepted with its own probability.
     """
-    runner, count = paged(requests=100, blocks=400), 2500
+    runner, count = paged(requests=100, blocks=400), 1200
     engine = Engine(runner=runner, chunk=400, drafter=Guesses(runner, drafts) if drafts else None, prefix_cache=False)
     warm = [Sampling(temperature=0.8, top_k=9, seed=seed) for seed in range(count)]
     added = [engine.add([8], max_new_tokens=3, sampling=sampling) for sampling in warm]

@@ -12,6 +12,8 @@ from mla_fx.effects import Aval, ShapeError, ops
 from tests.ops.conftest import exact, strided
 from tests.oracles import attend
 
+SENSE = {"flat": True}
+NONSENSE = {"flat": (1, 0, None, "True")}
 #: How a part says that it saw no key: as the logarithm of an empty sum, or as FlashMLA does.
 NONE = (-math.inf, math.inf)
 each_none = pytest.mark.parametrize("none", NONE)
@@ -60,6 +62,14 @@ def same(got, want):
 @pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
 def test_combine(rules, rng, shape, layout):
     Partials(rules, rng, *shape).verify(layout)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 5), (3, 0, 2, 4), (4, 1, 1, 8)])
+def test_flat(rules, rng, shape):
+    """Heads side by side: the same numbers in the same order."""
+    p = Partials(rules, rng, *shape)
+    (flat,) = rules(ops.Combine(flat=True), p.out, p.lse, p.local, p.local_lse)
+    assert torch.equal(flat, p.merge().flatten(1))
 
 
 @each_none
@@ -178,6 +188,7 @@ def test_shapes(dtype, lse):
     recv, recv_lse = Aval((8, 4, 16, 512), dtype), Aval((8, 4, 16), lse)
     local, local_lse = Aval((4, 16, 512), dtype), Aval((4, 16), lse)
     assert ops.Combine().infer(recv, recv_lse, local, local_lse) == (local,)
+    assert ops.Combine(flat=True).infer(recv, recv_lse, local, local_lse) == (Aval((4, 16 * 512), dtype),)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])

@@ -15,8 +15,8 @@ from tests.ops.conftest import exact, on_cpu, strided
 from tests.oracles import attend
 
 SCALE = 0.3
-SENSE = {"scale": SCALE}
-NONSENSE = {"scale": (0, -0.3, math.nan, math.inf, "1", None, True)}
+SENSE = {"scale": SCALE, "workspace": "mine"}
+NONSENSE = {"scale": (0, -0.3, math.nan, math.inf, "1", None, True), "workspace": ("", "two words", None, 7)}
 # query lengths, tokens
 CASES = [((1,), 1), ((1, 1, 1), 3), ((1, 1, 0), 4), ((2, 1, 4), 8), ((0, 3, 3), 6), ((8,), 8), ((), 2), ((0, 0), 0)]
 
@@ -78,7 +78,9 @@ def test_tokens_at_a_time(monkeypatch, rng, module, products):
     called, multiply = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *operands: called.append(operands) or multiply(*operands))
     new = New(on_cpu(torch.float32), rng, (1,) * 8, 8)
-    cur, lse = current_attention.rule(*new.parts, new.query, run=Run(0, Device("cpu", module)), scale=SCALE)
+    cur, lse = current_attention.rule(
+        *new.parts, new.query, run=Run(0, Device("cpu", module)), scale=SCALE, workspace=""
+    )
     want, want_lse = new.oracle()
     np.testing.assert_allclose(exact(cur), want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(exact(lse), want_lse, rtol=1e-5, atol=1e-5)

@@ -12,8 +12,8 @@ from tests.ops.conftest import exact, strided
 from tests.oracles import attend
 
 SCALE = 0.3
-SENSE = {"scale": SCALE}
-NONSENSE = {"scale": (0, -0.3, math.nan, math.inf, "1", None, True)}
+SENSE = {"scale": SCALE, "workspace": "mine"}
+NONSENSE = {"scale": (0, -0.3, math.nan, math.inf, "1", None, True), "workspace": ("", "two words", None, 7)}
 LATENT, ROPE = 6, 4
 # query lengths, history lengths, tokens, block size
 CASES = [

@@ -22,7 +22,9 @@ def told(op):
     names = [field.name for field in attrs.fields(op)]
     sense, nonsense = getattr(test, "SENSE", {}), getattr(test, "NONSENSE", {})
     if "group" in names:
-        sense, nonsense = {**sense, "group": GROUP}, {**nonsense, "group": NO_GROUPS}
+        optional = attrs.fields(op).group.default is None
+        refused = [group for group in NO_GROUPS if not (group is None and optional)]
+        sense, nonsense = {**sense, "group": GROUP}, {**nonsense, "group": refused}
     return names, sense, nonsense
 
 

@@ -8,10 +8,11 @@ import torch
 
 from mla_fx.effects import Aval, InputError, ShapeError, ops
 
-SENSE = {"frequencies": (1.0, 0.5), "magnitude": 1.25}
+SENSE = {"frequencies": (1.0, 0.5), "magnitude": 1.25, "rounded": True}
 NONSENSE = {
     "frequencies": ([1.0], 1.0, None, (1.0, -0.5), (math.nan,), (math.inf,), ("1",)),
     "magnitude": (0, -1.0, math.nan, math.inf, "1", None, True),
+    "rounded": (1, None, "bf16"),
 }
 
 
@@ -23,7 +24,7 @@ def test_angles(rules, positions, magnitude):
     op = ops.RopeAngles(frequencies, magnitude)
     cos, sin = rules(op, torch.tensor(positions, dtype=torch.int64), like)
     assert cos.dtype == sin.dtype == rules.wide
-    want = np.array([[p * f for f in frequencies] for p in positions]).reshape(-1, 3)
+    want = np.array([[p * f for f in 2 * frequencies] for p in positions]).reshape(-1, 6)
     # One rounding of the result, wherever the position is: an angle rounded to float32 would be off by more.
     tolerance = 1e-12 if rules.wide == torch.float64 else 1e-7
     for got, function in ((cos, math.cos), (sin, math.sin)):
@@ -31,10 +32,18 @@ def test_angles(rules, positions, magnitude):
         np.testing.assert_allclose(got.numpy(), exactly, rtol=0, atol=tolerance)
 
 
+def test_rounded(rules):
+    """The wide ones, rounded once to the dtype of the activations."""
+    positions, like = torch.tensor([0, 7, 4095]), rules.tensor(np.zeros((3, 5)))
+    found = rules(ops.RopeAngles((1.0, 0.3), 1.25, rounded=True), positions, like)
+    for got, wide in zip(found, rules(ops.RopeAngles((1.0, 0.3), 1.25), positions, like), strict=True):
+        assert got.dtype == rules.dtype and torch.equal(got, wide.to(rules.dtype))
+
+
 def test_only_the_dtype_of_like_is_looked_at(rules):
     like = rules.tensor(np.full((2, 3), np.nan))
     cos, _ = rules(ops.RopeAngles((1.0,), 1.0), torch.tensor([0, 0]), like)
-    assert cos.tolist() == [[1.0], [1.0]]
+    assert cos.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_strided_positions(rules):
@@ -57,8 +66,9 @@ def test_positions_that_there_are_not(positions, wrong):
 @pytest.mark.parametrize(("dtype", "angles"), [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
 def test_shapes(dtype, angles):
     op = ops.RopeAngles((1.0, 0.1), 1.0)
-    assert op.infer(Aval((4,), "int64"), Aval((4, 8), dtype)) == (Aval((4, 2), angles),) * 2
-    with pytest.raises(ShapeError, match=r"rope_angles: axis T .* 4 in positions, 3 in like"):
-        op.infer(Aval((4,), "int64"), Aval((3, 8), dtype))
+    for like in (Aval((4, 8), dtype), Aval((3, 8), dtype)):
+        given = (Aval((4,), "int64"), like)
+        assert op.infer(*given) == (Aval((4, 4), angles),) * 2
+        assert ops.RopeAngles((1.0, 0.1), 1.0, rounded=True).infer(*given) == (Aval((4, 4), dtype),) * 2
     with pytest.raises(ShapeError, match=r"rope_angles: positions must be int64: got int32"):
         op.infer(Aval((4,), "int32"), Aval((4, 8), dtype))

@@ -6,7 +6,8 @@ float32, which it does not take, the same is computed with matrix products.
 
 It writes 0 and LSE = +inf where a row sees no key; here that is LSE = -inf.
 Which rows those are is decided by lengths, never by looking at an LSE, and
-rows that no request owns (padding) are not passed to it at all.
+rows that no request owns (padding) are not passed to it at all: their output is
+0, and their LSE what the rule says.
 
 History and current part share one workspace of the rank, which the program
 keeps in order: so the operator is called by its `.out` form, in eager mode as
@@ -28,7 +29,6 @@ import torch
 from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
 from mla_fx.backends.device import Run, Scratch
 from mla_fx.effects import Aval
-from mla_fx.effects.ops.history_attention import WORKSPACE
 
 #: Query heads that the operator takes for L = 512.
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -65,10 +65,11 @@ def fused(
     *,
     lengths: Sequence[int],
     keys: Sequence[int],
-    run: Run,
+    workspace: Scratch,
+    padding: float = -math.inf,
     **how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`q_latent` [T, H, L], `q_rope` [T, H, R] -> output [T, H, L] and LSE [T, H].
+    """`q_latent` [T, H, L], `q_rope` [T, H, R] -> output [T, H, L] and LSE [T, H], `padding` where no request is.
 
     Request b has the next `lengths[b]` queries and sees `keys[b]` keys; the
     operator gets them as `actual_seq_kvlen`, where it wants them cumulative
@@ -81,14 +82,14 @@ def fused(
         size = next(count for count in HEADS if count >= heads)
         queries = [_padded(part, size) for part in (q_latent, q_rope)]
         into = (out, lse) if size == heads else (torch.empty_like(queries[0]), lse.new_empty((tokens, size)))
-        _call(queries, (latent, k_rope), [part[:real] for part in into], lengths, keys, run.scratch(WORKSPACE), how)
+        _call(queries, (latent, k_rope), [part[:real] for part in into], lengths, keys, workspace, how)
         if size != heads:
             out.copy_(into[0][:, :heads])
             lse.copy_(into[1][:, :heads])
     if real < tokens:
         out[real:].zero_()
-    for start, end in _blind(lengths, keys, tokens):
-        lse[start:end].fill_(-math.inf)
+    for start, end, value in _blind(lengths, keys, tokens, padding):
+        lse[start:end].fill_(value)
     return out, lse
 
 
@@ -144,15 +145,16 @@ def _call(
     npu.npu_fused_infer_attention_score_v2.out(*tensors, **named, workspace=room, out=[out, lse.unsqueeze(-1)])
 
 
-def _blind(lengths: Sequence[int], keys: Sequence[int], tokens: int) -> list[tuple[int, int]]:
-    """Runs of rows that see no key, [start, end): those of requests without keys, and padding."""
-    runs: list[tuple[int, int]] = []
+def _blind(lengths: Sequence[int], keys: Sequence[int], tokens: int, padding: float) -> list[tuple[int, int, float]]:
+    """Runs of rows that see no key, [start, end), and their LSE: of requests without keys, and behind all requests."""
+    runs: list[tuple[int, int, float]] = []
     end = 0
-    for count, seen in [*zip(lengths, keys, strict=True), (tokens - sum(lengths), 0)]:
+    of_requests = [(count, seen, -math.inf) for count, seen in zip(lengths, keys, strict=True)]
+    for count, seen, value in [*of_requests, (tokens - sum(lengths), 0, padding)]:
         start, end = end, end + count
         if count and not seen:
-            joined = runs.pop()[0] if runs and runs[-1][1] == start else start
-            runs.append((joined, end))
+            joined = runs.pop()[0] if runs and runs[-1][1:] == (start, value) else start
+            runs.append((joined, end, value))
     return runs
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mla_fx.backends.ascend.emulator.operator import FLOATS, Operator, require, tiling
+from mla_fx.backends.ascend.emulator.quant import quantised
 from mla_fx.backends.ascend.emulator.releases import Release
 
 
@@ -112,14 +113,15 @@ def check_routing(
     row_type: int,
     *results: Any,
 ) -> None:
-    """int32 experts, a range within them; only dropless routing without quantisation is emulated."""
+    """int32 experts, a range within them; only dropless routing, as it is or to dynamic int8, is emulated."""
     require(x.dtype in (*FLOATS, torch.int8), f"x must be float16, bfloat16, float32 or int8: got {x.dtype}")
     require(experts.dtype == torch.int32, f"expert_idx must be int32: got {experts.dtype}")
     tiling(experts.shape[0] == x.shape[0], f"expert_idx must have {x.shape[0]} rows: got {experts.shape[0]}")
     tiling(count > 0, f"expert_num must be above 0: got {count}")
     tiling(0 <= active[0] < active[1] <= count, f"active_expert_range must be within {count} experts: got {active}")
     tiling(active[1] <= 10240, f"active_expert_range must end at 10240 at most: got {active[1]}")
-    require(drop_pad == 0 and quant_mode == -1, "only drop_pad_mode 0 with quant_mode -1 is emulated")
+    require(drop_pad == 0 and quant_mode in (-1, 1), "only drop_pad_mode 0 with quant_mode -1 and 1 is emulated")
+    require(quant_mode == -1 or x.dtype in FLOATS, "x must be float16, bfloat16 or float32 with quant_mode 1")
     require(scale is None and offset is None, "scale and offset are not emulated")
     tiling(row_type in (0, 1), f"row_idx_type must be 0 or 1: got {row_type}")
     require(num_type in (0, 1), f"expert_tokens_num_type: only 0 and 1 are emulated: got {num_type}")
@@ -138,14 +140,17 @@ def run_routing(release: Release, x: torch.Tensor, experts: torch.Tensor, *rest:
 
     Before 9.0 the kernel for small batches takes -1 at its word and writes no row; larger batches are not told apart.
     """
-    _, _, most, _, count, _, num_type, _, _, (start, end), row_type, rows, index, counts, _ = rest
+    _, _, most, _, count, _, num_type, _, quant_mode, (start, end), row_type, rows, index, counts, scale = rest
     flat = experts.flatten().long()
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < count:
         raise IndexError(f"expert_idx: must be in 0..{count - 1}: got {flat.tolist()}")
     here = (flat >= start) & (flat < end)
     order = torch.where(here, flat, count).argsort(stable=True)[: int(here.sum())]
     copied = order[:most] if most > 0 else order if release.routes_all else order[:0]
-    rows[: len(copied)] = x[copied // experts.shape[1]]
+    if quant_mode == 1:
+        quantised(x[copied // experts.shape[1]].float(), rows[: len(copied)], scale[: len(copied)])
+    else:
+        rows[: len(copied)] = x[copied // experts.shape[1]]
     found = torch.bincount(flat[here] - start, minlength=end - start)
     counts.copy_(found.cumsum(0) if num_type == 0 else found)
     if row_type == 1:

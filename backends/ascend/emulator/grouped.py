@@ -1,4 +1,7 @@
-"""Emulated npu_grouped_matmul: a matrix for each group of rows; with its refusals."""
+"""Emulated npu_grouped_matmul: a matrix for each group of rows; with its refusals.
+
+Without groups it is several products in one (`grouped_apart`).
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -6,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_fx.backends.ascend.emulator import grouped_apart
 from mla_fx.backends.ascend.emulator.operator import FLOATS, Operator, or_transposed, require, tiling
 
 #: Arguments of aclnnGroupedMatmulV5 with their words, in order (op-plugin's call).
@@ -41,7 +45,10 @@ def check_grouped(*arguments: Any) -> None:
     lists = ("bias", "offset", "antiquant_scale", "antiquant_offset", "activation_input", "activation_quant_scale")
     for name in (*lists, "activation_quant_offset", "tuning_config", "activation_out", "dynamic_quant_scale_out"):
         require(not given[name], f"{name}: not emulated")
-    require(given["act_type"] == 0 and given["group_type"] == 0, "only act_type 0 and group_type 0 are emulated")
+    kinds = (given["act_type"], given["group_type"])
+    require(kinds in ((0, -1), (0, 0)), f"only act_type 0 with group_type -1 or 0 is emulated: got {kinds}")
+    if given["group_type"] == -1:
+        return grouped_apart.check(given)
     require(all(len(given[name]) == 1 for name in ("x", "weight", "out")), "only single tensors are emulated")
     require(given["split_item"] in (2, 3), f"split_item must be 2 or 3: got {given['split_item']}")
     (x,), (weight,), (out,), groups = given["x"], given["weight"], given["out"], given["group_list"]
@@ -57,7 +64,7 @@ def check_grouped(*arguments: Any) -> None:
     kind = given["group_list_type"]
     require(kind in (0, 1), f"group_list_type: only 0 and 1 are emulated: got {kind}")
     require(kind == 0 or experts > 1, "group_list_type 1 must have more than one group")
-    _check_grouped_dtypes(x, weight, out, given["scale"], given["per_token_scale"])
+    return _check_grouped_dtypes(x, weight, out, given["scale"], given["per_token_scale"])
 
 
 def _check_grouped_dtypes(
@@ -69,9 +76,12 @@ def _check_grouped_dtypes(
         require(out.dtype == x.dtype, f"out must be {x.dtype}: got {out.dtype}")
         return
     require(x.dtype == torch.int8, f"x must be float16, bfloat16, float32 or int8: got {x.dtype}")
+    if out.dtype == torch.int32:
+        require(not scale and not per_token, "scale and per_token_scale are for results that are no sums")
+        return
     require(len(scale) == len(per_token) == 1, "only int8 with scale and per_token_scale is emulated")
     wanted = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
-    require(out.dtype in wanted, f"out must be float16 or bfloat16 beside int8: got {out.dtype}")
+    require(out.dtype in wanted, f"out must be float16, bfloat16 or int32 beside int8: got {out.dtype}")
     found = scale[0].dtype
     require(found == wanted[out.dtype], f"scale must be {wanted[out.dtype]} beside {out.dtype}: got {found}")
     shape = [weight.shape[0], weight.shape[2]]
@@ -83,6 +93,9 @@ def _check_grouped_dtypes(
 def run_grouped(*arguments: Any) -> None:
     """A product an expert, added up in float32, in int32 for int8; rows behind the groups are not written."""
     given = dict(zip(_GROUPED, arguments, strict=True))
+    if given["group_type"] == -1:
+        grouped_apart.run(given)
+        return
     (x,), (weight,), (out,) = given["x"], given["weight"], given["out"]
     counts = given["group_list"] if given["group_list_type"] == 1 else given["group_list"].diff(prepend=torch.zeros(1))
     numbers = [int(number) for number in counts]
@@ -92,7 +105,9 @@ def run_grouped(*arguments: Any) -> None:
     for expert, count in enumerate(numbers):
         start, end = end, end + count
         rows, matrix = x[start:end], weight[expert]
-        if x.dtype == torch.int8:
+        if out.dtype == torch.int32:
+            out[start:end] = torch.matmul(rows.int(), matrix.int())
+        elif x.dtype == torch.int8:
             scaled = torch.matmul(rows.int(), matrix.int()).float() * given["scale"][0][expert].float()
             out[start:end] = (scaled * given["per_token_scale"][0][start:end].unsqueeze(1)).to(out.dtype)
         else:

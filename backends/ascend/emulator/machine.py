@@ -22,7 +22,7 @@ from mla_fx.backends.ascend.emulator.releases import Release
 from mla_fx.effects import InputError
 
 _TENSORS = frozenset("TOLWD")  # words of a signature that are tensors, see `emulator.operator`
-_KINDS = ("operator", "record", "wait", "to_device", "to_host", "on_device", "fill", "collective")
+_KINDS = ("operator", "record", "wait", "to_device", "to_host", "on_device", "fill", "collective", "prefetch")
 #: As `hccl.cpp` numbers them; and its dtypes.
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"),

@@ -32,7 +32,7 @@
 
 namespace {
 
-enum Kind : int64_t { OPERATOR, RECORD, WAIT, TO_DEVICE, TO_HOST, ON_DEVICE, FILL, COLLECTIVE };
+enum Kind : int64_t { OPERATOR, RECORD, WAIT, TO_DEVICE, TO_HOST, ON_DEVICE, FILL, COLLECTIVE, PREFETCH };
 
 struct Entry {
   int64_t kind, stream, subject, bytes;  // subject: an operator's executor, an event, a collective's op and dtype
@@ -462,6 +462,12 @@ aclError aclrtMemset(void* to, size_t, int32_t value, size_t bytes) { memset(to,
 
 aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t bytes, aclrtStream stream) {
   enqueue(stream, {{FILL, 0, 0, static_cast<int64_t>(bytes)}, [=] { memset(to, value, bytes); return true; }});
+  return 0;
+}
+
+// A hint to the cache: it takes its turn on the stream and moves nothing.
+aclError aclrtCmoAsync(void*, size_t bytes, aclrtCmoType, aclrtStream stream) {
+  enqueue(stream, {{PREFETCH, 0, 0, static_cast<int64_t>(bytes)}, [] { return true; }});
   return 0;
 }
 

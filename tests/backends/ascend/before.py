@@ -17,6 +17,7 @@ from mla_fx import (
     all_reduce,
     all_to_all,
     current_attention,
+    gather_heads,
     history_attention,
     linear,
     rms_norm,
@@ -26,7 +27,7 @@ from mla_fx import (
 )
 from mla_fx.backends import Rule, Run
 from mla_fx.backends.ascend import combine
-from mla_fx.decode import attention_avals, batch_avals, cache_avals, query, spread_heads
+from mla_fx.decode import attention_avals, batch_avals, cache_avals, query
 from mla_fx.effects import Aval, Op, Orchestration, Step, bind, ops, parameters, trace
 from tests.setups import Setup
 
@@ -94,7 +95,7 @@ def pack_current(
 def merge_packed(
     packed: torch.Tensor, packed_lse: torch.Tensor, like: torch.Tensor, *, run: Run
 ) -> tuple[torch.Tensor]:
-    (merged,) = combine.rule(packed[:-1], packed_lse[:-1], packed[-1], packed_lse[-1], run=run)
+    (merged,) = combine.rule(packed[:-1], packed_lse[:-1], packed[-1], packed_lse[-1], run=run, flat=False)
     return (merged.to(like.dtype),)
 
 
@@ -127,12 +128,12 @@ def step(setup: Setup) -> Step:
         latent = rms_norm(kv, params.kv_a_layernorm, epsilon=config.latent_norm_eps, name="latent")
         k_rope = rope(kv, *angles, name="k_rope")
         cache = write_cache(cache, latent, k_rope, batch.slots)
-        q_all, q_own = spread_heads(q_latent, q_rope, shape=shape)
+        q_all = gather_heads(q_latent, q_rope, group=shape.dcp)
         hist, hist_lse = history_attention(
             *q_all, cache, batch.block_table, batch.query_lengths, batch.history_lengths, scale=scale
         )
         recv = all_to_all(*bind(Widen(), hist), hist_lse, group=shape.dcp)
-        cur, cur_lse = current_attention(*q_own, latent, k_rope, batch.query_lengths, scale=scale)
+        cur, cur_lse = current_attention(q_latent, q_rope, latent, k_rope, batch.query_lengths, scale=scale)
         packed = bind(PackCurrent(), *recv, cur, cur_lse)
         (heads,) = bind(TransposedVUp(), *bind(MergePacked(), *packed, cur), params.w_uv)
         return all_reduce(linear(heads, params.o_proj, name="part"), group=shape.tp), cache

@@ -3,6 +3,9 @@
 import contextlib
 import io
 import os
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,6 +15,9 @@ from torch.utils import _pytree as pytree
 from mla_fx import backends, orchestrations
 from mla_fx.backends import device
 from mla_fx.backends.ascend.emulator import Machine, emulate
+from mla_fx.backends.ascend.probe import POINTS, Case, Found, Outcome, Point, Site
+from mla_fx.backends.ascend.probe.run import run
+from mla_fx.backends.ascend.probe.site import grouped
 from mla_fx.effects import InputError, Op, schedule
 from tests.backends.ascend.conftest import program_of
 from tests.backends.ascend.steps import setup
@@ -280,3 +286,48 @@ def recovered(member: Member) -> list[str]:
             messages.append(str(error))
             machine.recover()
     return messages
+
+
+# --- what a probe asks of a group --------------------------------------------------
+
+
+def probe(member: Member, *, last: str) -> list[Found]:
+    """Points 11 and 12; the last rank is "well", "tidy", "refuses" to add or has "died" before."""
+    emulate(seed=member.rank)
+    member.join("gloo")
+    how = last if member.rank == member.ranks - 1 else "well"
+    if how == "tidy":
+        _tidy()
+    if how == "refuses":
+        dist.all_reduce = partial(_refused, dist.all_reduce, count(1))
+    first = Case("first", _beyond if how == "died" else lambda site: Outcome("holds"))
+    return list(run(grouped(Site((9, 1))), [Point(1, "", "", (first,), lambda found, cann: ""), *POINTS[10:12]]))
+
+
+def _beyond(site: Site) -> Outcome:
+    torch.index_select(torch.zeros(3).npu(), 0, torch.tensor([99]).npu())
+    return Outcome("holds")
+
+
+def _refused(add: Any, calls: Iterator[int], total: torch.Tensor, **how: Any) -> None:
+    """The last of a case's three sums, and none that another rank waits for."""
+    add(total, **how)
+    if next(calls) % 3 == 0:
+        raise RuntimeError("not so")
+
+
+def _tidy() -> None:
+    """Take bits for numbers, and round sums another way."""
+    for name in ("all_gather_single", "all_to_all_single"):
+        setattr(dist, name, partial(_numbers, getattr(dist, name)))
+    dist.all_reduce = partial(_rounded, dist.all_reduce)
+
+
+def _numbers(move: Any, found: torch.Tensor, sent: torch.Tensor, **how: Any) -> None:
+    move(found, sent, **how)
+    found.view(torch.bfloat16).copy_(found.view(torch.bfloat16).float())
+
+
+def _rounded(add: Any, total: torch.Tensor, **how: Any) -> None:
+    add(total, **how)
+    total[-1:].mul_(1 + 2**-7)

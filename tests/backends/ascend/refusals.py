@@ -236,7 +236,8 @@ EXPERTS: Final = (
         expert_num=10241,
         active_expert_range=[10240, 10241],
     ),
-    row("routing", "only drop_pad_mode 0 with quant_mode -1 is emulated", quant_mode=1),
+    row("routing", "only drop_pad_mode 0 with quant_mode -1 and 1 is emulated", quant_mode=0),
+    row("routing", "x must be float16, .* with quant_mode 1", x=at(3, 16, dtype=int8), quant_mode=1),
     row("routing", "scale and offset are not emulated", scale=at(3, dtype=fp32)),
     row("routing", "row_idx_type must be 0 or 1: got 2", row_idx_type=2),
     row("routing", "expert_tokens_num_type: only 0 and 1 are emulated: got 2", expert_tokens_num_type=2),
@@ -263,7 +264,7 @@ EXPERTS: Final = (
 _SINGLE = {"x": lambda: [there(6, 16)] * 2, "weight": lambda: [there(16, 24)] * 2}
 GROUPED: Final = (
     row("grouped", "bias: not emulated", bias=lambda: [there(2, 24)]),
-    row("grouped", "only act_type 0 and group_type 0 are emulated", act_type=1),
+    row("grouped", r"only act_type 0 with group_type -1 or 0 is emulated: got \(1, 0\)", act_type=1),
     row("grouped", "only single tensors are emulated", x=lambda: [there(6, 16)] * 2),
     row(
         "grouped",
@@ -306,7 +307,8 @@ GROUPED: Final = (
         weight=lambda: [there(2, 16, 24, dtype=torch.int16)],
     ),
     row("grouped_int8", "only int8 with scale and per_token_scale is emulated", per_token_scale=None),
-    row("grouped_int8", "out must be float16 or bfloat16 beside int8: got", output_dtype=fp32),
+    row("grouped_int8", "scale and per_token_scale are for results that are no sums", output_dtype=int32),
+    row("grouped_int8", "out must be float16, bfloat16 or int32 beside int8: got", output_dtype=fp32),
     row("grouped_int8", "scale must be torch.bfloat16 beside torch.bfloat16", scale=lambda: [there(2, 24, dtype=fp32)]),
     row("grouped_int8", r"scale must be \[2, 24\]: got \[24\]", scale=lambda: [there(24)]),
     row("grouped_int8", "per_token_scale must be float32: got", per_token_scale=lambda: [there(6)]),
@@ -332,9 +334,97 @@ QUANT: Final = (
     row("quant_matmul", "y_scale, offset and bias are not emulated", bias=at(24, dtype=int32)),
     row("quant_matmul", "without a scale for each token: not emulated", pertoken_scale=None),
     row("quant_matmul", r"pertoken_scale must be float32 \[3\]", pertoken_scale=at(3)),
-    row("quant_matmul", "out must be float16 or bfloat16", output_dtype=int32),
+    row("quant_matmul", "pertoken_scale is for results that are no sums", output_dtype=int32),
+    row("quant_matmul", "out must be float16, bfloat16 or int32", output_dtype=int8),
     row("quant_matmul", "scale beside torch.float16: got torch.bfloat16", output_dtype=fp16, scale=at(24)),
     row("quant_matmul", r"scale must be \[1\] or \[24\]", scale=at(23, dtype=fp32)),
+)
+
+_NARROW = {"cos": at(3, 1, 1, 64, dtype=fp16), "sin": at(3, 1, 1, 64, dtype=fp16)}
+APART: Final = (
+    row("grouped_apart", "split_item must be 0 or 1 for group_type -1: got 3", split_item=3),
+    row(
+        "grouped_apart",
+        "group_list must be left out for group_type -1",
+        x=lambda: [there(6, 16)],
+        group_list=at(2, dtype=int64),
+    ),
+    row("grouped_apart", "only products of floats are emulated in group_type -1", scale=lambda: [there(24)] * 2),
+    row(
+        "grouped_apart",
+        r"lists must have one length, 1 to 128: got \(129, 129, 129\)",
+        x=lambda: [there(1, 1)] * 129,
+        weight=lambda: [there(1, 1)] * 129,
+    ),
+    row(
+        "grouped_apart",
+        "x must be float16, bfloat16 or float32: got torch.int8",
+        x=lambda: [there(6, 16, dtype=int8)] * 2,
+    ),
+    row("grouped_apart", "dtypes must be equal: got torch.float16", weight=lambda: [there(16, 24, dtype=fp16)] * 2),
+    row("grouped_apart", "only 2 axes are emulated: got 3 and 2", x=lambda: [there(2, 3, 16)] * 2),
+    row("grouped_apart", "K must be 16: got 8", weight=lambda: [there(16, 24), there(8, 24)]),
+    row("grouped_apart", "x must be contiguous: got strides", x=lambda: [turned(6, 16)()] * 2),
+    row(
+        "grouped_apart",
+        "inner axes must be below 65536",
+        x=lambda: [there(1, 65536)] * 2,
+        weight=lambda: [there(65536, 1)] * 2,
+    ),
+    row(
+        "grouped_apart",
+        "weight must be contiguous, or transposed, all alike",
+        weight=lambda: [there(16, 24), there(8, 16).t()],
+    ),
+)
+
+RESIDUAL: Final = (
+    row("add_rms_norm", "x1 must be float16, bfloat16 or float32: got torch.int32", x1=at(3, 16, dtype=int32)),
+    row("add_rms_norm", "x2 and gamma must be torch.bfloat16: got torch.float16", x2=at(3, 16, dtype=fp16)),
+    row("add_rms_norm", r"x2 must be \[3, 16\]: got \[1, 16\]", x2=at(1, 16)),
+    row("add_rms_norm", r"gamma must be \[16\]: got \[8\]", gamma=at(8)),
+)
+
+ROTARY: Final = (
+    row("rotary", "rotate is not emulated", rotate=at(64, 64)),
+    row("rotary", "x must be float16, bfloat16 or float32: got torch.int32", input=at(1, 3, 4, 64, dtype=int32)),
+    row("rotary", "x and cos must have 4 axes: got 3 and 4", input=at(3, 4, 64)),
+    row("rotary", r"sin must be \[1, 3, 1, 64\]: got \[1, 1, 1, 64\]", r2=at(1, 1, 1, 64)),
+    row(
+        "rotary",
+        "D must be the same everywhere, even and below 896: got 896 and 896",
+        input=at(1, 3, 4, 896),
+        r1=at(1, 3, 1, 896),
+        r2=at(1, 3, 1, 896),
+    ),
+    row("rotary", r"cos must be 1 or \[1, 2, 4, 64\]: got \[1, 3, 1, 64\]", input=at(1, 2, 4, 64)),
+    row(
+        "rotary_interleave",
+        r"cos of this mode must be broadcast over heads: got \[2, 3, 1, 64\]",
+        input=at(2, 3, 4, 64),
+        r1=at(2, 3, 1, 64),
+        r2=at(2, 3, 1, 64),
+    ),
+    row("rotary", "B and N must be below 1000: got", input=at(1, 3, 1000, 64)),
+    row("rotary_interleave", r"B \* N must be below 1000: got", input=at(1, 3, 1000, 64)),
+    row("interleave_rope", "x must be float16 or bfloat16: got torch.float32", x=at(3, 4, 1, 64, dtype=fp32)),
+    row("interleave_rope", "cos and sin must be torch.bfloat16: got torch.float16", **_NARROW),
+    row("interleave_rope", r"x must be \[B, N, S, 64\]: got \[3, 4, 1, 32\]", x=at(3, 4, 1, 32)),
+    row("interleave_rope", r"cos must be .*: got \[1, 1, 1, 64\]", cos=at(1, 1, 1, 64)),
+    row("interleave_rope", "x, cos and sin must be contiguous", x=turned(3, 4, 1, 64)),
+    row("kv_cache", "scales and offsets are not emulated", c_kv_scale=at(512, dtype=fp32)),
+    row("kv_cache", "cache_mode: only PA and PA_BNSD are emulated: got PA_NZ", cache_mode="PA_NZ"),
+    row("kv_cache", "kv must be float16 or bfloat16: got torch.float32", kv=at(2, 1, 1, 576, dtype=fp32)),
+    row("kv_cache", "cos must be torch.bfloat16: got torch.float32", cos=at(2, 1, 1, 64, dtype=fp32)),
+    row("kv_cache", "kv, gamma, .* must be contiguous", ckv_cache=turned(3, 16, 1, 512)),
+    row("kv_cache", "index must be int64: got torch.int32", index=at(2, dtype=int32)),
+    row("kv_cache", r"gamma must be \[512\]: got \[256\]", gamma=at(256)),
+    row(
+        "kv_cache",
+        "block_size must fill 32 bytes: got 8 of torch.bfloat16",
+        k_cache=at(3, 8, 1, 64),
+        ckv_cache=at(3, 8, 1, 512),
+    ),
 )
 
 #: By the module whose refusals they utter.
@@ -345,5 +435,8 @@ TABLE: Final[Mapping[str, tuple[Row, ...]]] = {
     "rows": ROWS,
     "experts": EXPERTS,
     "grouped": GROUPED,
+    "grouped_apart": APART,
+    "residual": RESIDUAL,
+    "rotary": ROTARY,
     "quant": QUANT,
 }

@@ -38,9 +38,11 @@ def verify(op, *operands):
         got, lse = on_device(op, *operands, layout=layout)
         assert got.dtype == operands[0].dtype and lse.dtype == torch.float32
         close(got, want)
+        if isinstance(op, ops.CurrentAttention):  # here a row that no request owns has LSE 0
+            want_lse[sum(operands[-1]) :] = 0
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
         assert torch.equal(lse.isneginf(), want_lse.isneginf()) and not lse.isposinf().any()
-        assert not got[lse.isneginf()].any()
+        assert not got[want_lse.isneginf()].any() and not got[sum(operands[5 if len(operands) > 5 else 4]) :].any()
 
 
 def history(rng, dtype, query, lengths, tokens, *, heads=2, size=16):

@@ -10,7 +10,7 @@ from mla_fx.backends import RunError, device
 from mla_fx.effects import InputError, LawError, Wait, ops, schedule
 from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
-from tests.setups import Setup
+from tests.setups import ANYWHERE, Setup
 
 pytestmark = pytest.mark.usefixtures("emulator")
 #: Several roundings in a row, each relative to values of size 1.
@@ -29,14 +29,14 @@ def verify(given: Setup, orchestration: str, **batch) -> None:
 
 #: Every dtype under every orchestration, and every number of ranks.
 OFTEN = [
-    *itertools.product(["bf16", "fp16", "fp32"], orchestrations.NAMED, [2]),
+    *itertools.product(["bf16", "fp16", "fp32"], ANYWHERE, [2]),
     *[("bf16", "attention-aside", 1), ("fp16", "exchange-aside", 4), ("fp32", "attention-aside", 8)],
 ]
 
 
 @pytest.mark.parametrize(
     ("dtype", "orchestration", "ranks"),
-    mostly_soak(itertools.product(["bf16", "fp16", "fp32"], orchestrations.NAMED, [1, 2, 4, 8]), OFTEN),
+    mostly_soak(itertools.product(["bf16", "fp16", "fp32"], ANYWHERE, [1, 2, 4, 8]), OFTEN),
 )
 def test_against_the_reference(dtype, orchestration, ranks):
     verify(setup(dtype, ranks=ranks), orchestration)

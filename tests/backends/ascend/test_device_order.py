@@ -114,9 +114,11 @@ def test_exchange_moves_bits(emulator, ranks):
     trace, _ = traced(emulator, "bf16", ranks, "attention-aside", 0)
     moved = [task for task in trace if task.name == STACK]
     assert len(moved) == 2 * ranks
-    for task, size in zip(moved, [576] * ranks + [514] * ranks, strict=True):  # queries, then payloads
+    own = 8 // ranks
+    queries, payloads = [(3, own, 576)] * ranks, [(3 * own * 514,)] * ranks
+    for task, shape in zip(moved, queries + payloads, strict=True):
         assert {str(dtype) for dtype, _ in (*task.operands, *task.results)} == {"torch.int16"}
-        assert len(task.operands) == ranks and task.results[0][1] == (ranks, 3, 8 // ranks, size)
+        assert len(task.operands) == ranks and task.results[0][1] == (ranks, *shape)
 
 
 def test_host_waits_for_nothing(emulator):

@@ -286,3 +286,43 @@ def test_nothing_stays_behind(processes):
     found = processes.outcomes(do.absence, ranks=2, how="ends") + processes.outcomes(do.transports, ranks=2)
     made = {f"mla_fx-hccl-{outcome.process}-" for outcome in found}
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(tuple(made))]
+
+
+# --- what a probe asks of a group --------------------------------------------------
+
+
+GROUPED = [(11, "all_gather"), (11, "all_to_all"), (12, "4 KB"), (12, "64 KB"), (12, "1 MB")]
+
+
+def probed(processes, last: str) -> tuple[list[str], list[str], set[str]]:
+    """Verdicts of both ranks for what a group is asked, and what the first one says to sums."""
+    first, second = processes.run(do.probe, ranks=2, last=last)
+    assert [(one.point, one.case) for one in first] == [(1, "first"), *GROUPED]
+    verdicts = [[one.outcome.verdict for one in found[1:]] for found in (first, second)]
+    return *verdicts, {one.outcome.detail for one in first[3:]}
+
+
+def test_a_probe_of_several_ranks(processes):
+    """Every pattern of 16 bits arrives as it was sent, and sums have the same bits on all ranks."""
+    first, second, _ = probed(processes, "well")
+    assert first == second == ["holds"] * 5
+
+
+def test_a_probe_sees_transports_that_tidy_up(processes):
+    """Payloads where they were tidied; sums on all ranks, since no rank can say which one is off."""
+    first, second, said = probed(processes, "tidy")
+    assert first == ["holds"] * 2 + ["differs"] * 3 and second == ["differs"] * 5
+    assert all(detail.startswith("ranks have different bits, with HCCL") for detail in said)
+
+
+def test_a_probe_goes_into_no_collective_alone(processes):
+    """A rank whose device has died keeps the others out."""
+    first, second, said = probed(processes, "died")
+    assert first == second == ["not run"] * 5
+    assert said == {"rank 1: the device has faulted in point 1, first"}
+
+
+def test_a_probe_goes_on_after_a_rank_that_is_refused(processes):
+    first, second, said = probed(processes, "refuses")
+    assert first == ["holds"] * 2 + ["differs"] * 3 and second == ["holds"] * 2 + ["refused"] * 3
+    assert said == {"rank 1 did not get as far"}

@@ -19,6 +19,7 @@ from tests.backends.ascend.conftest import mostly_soak
 from tests.models.test_model_agreement import CASES, PROMPT, agree, ours, transformers_model
 from tests.oracles import dense_causal
 from tests.sequences import Case, fill
+from tests.setups import ANYWHERE
 from tests.test_merged_attention import cases, hold, merge_step, merged, whole
 
 
@@ -40,7 +41,7 @@ def any_split_is_the_whole(machine: Machine, case: Case, orchestration: str, see
     hold(result, data, whole(data, dense_causal, torch.float64))
 
 
-ANY = (taken(), st.sampled_from(list(orchestrations.NAMED)), st.integers(0, 10**6))
+ANY = (taken(), st.sampled_from(ANYWHERE), st.integers(0, 10**6))
 HOW = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 

@@ -117,6 +117,9 @@ def test_rope_angles(magnitude):
     for ours, exactly in zip(got, want, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), exactly.double(), rtol=0, atol=3e-7)
+    op = ops.RopeAngles(op.frequencies, magnitude, rounded=True)
+    for ours, wide in zip(on_device(op, positions, like), got, strict=True):
+        assert torch.equal(ours, wide.to(torch.bfloat16))
 
 
 @each_dtype
@@ -125,8 +128,9 @@ def test_rope_angles(magnitude):
 def test_rope(rng, dtype, tokens, heads):
     x = random(rng, tokens, (heads or 1) * 14, dtype=dtype)
     x.view(tokens, heads or 1, 14)[..., :6] = math.nan
-    turn = random(rng, tokens, 4, dtype=torch.float32)
+    turn = random(rng, tokens, 8, dtype=torch.float32)
     verify(ops.Rope(heads), x, turn.cos(), turn.sin())
+    verify(ops.Rope(heads), x, turn.cos().to(dtype), turn.sin().to(dtype))
 
 
 @each_dtype
@@ -178,6 +182,27 @@ def test_all_gather(rng, dtype, tokens, features):
 def test_local_heads(rng, dtype):
     for rank in range(3):
         verify(ops.LocalHeads(group(3)), random(rng, 2, 6, 5, dtype=dtype), rank=rank)
+
+
+@each_dtype
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_split_and_join_tokens(rng, dtype, count):
+    x = random(rng, 3, 5, dtype=dtype)
+    verify(ops.SplitTokens(count), x)
+    verify(ops.JoinTokens(), x[:count].contiguous(), x[count:].contiguous())
+
+
+@each_dtype
+@pytest.mark.parametrize("rank", [0, 2])
+def test_v_up_of_own_heads_apart(rng, dtype, rank):
+    attn, w_uv = random(rng, 3, 2, 16, dtype=dtype), random(rng, 6, 16, 8, dtype=dtype)
+    verify(ops.VUp(group(3), flat=False), attn, w_uv, rank=rank)
+
+
+@each_dtype
+def test_combine_flat(rng, dtype):
+    parts, lse = random(rng, 2, 3, 2, 8, dtype=dtype), random(rng, 2, 3, 2, dtype=torch.float32)
+    verify(ops.Combine(flat=True), parts, lse, parts[0], lse[0])
 
 
 @each_dtype

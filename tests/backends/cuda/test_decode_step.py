@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 from mla_fx import backends, orchestrations
 from mla_fx.effects import InputError, ops, schedule
 from mla_fx.models import model_step
+from mla_fx.passes import prefetch_weights
 from tests.backends.cuda.conftest import why_not
-from tests.setups import Setup, model_config
+from tests.setups import ANYWHERE, Setup, model_config
 
 #: Several roundings in a row, each relative to values of size 1.
 ATOL = {"bf16": 0.06, "fp16": 0.008, "fp32": 2e-5, "fp64": 1e-12}
@@ -38,7 +39,7 @@ def verify(on_cuda, given, orchestration="attention-aside", **batch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-@pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+@pytest.mark.parametrize("orchestration", ANYWHERE)
 @pytest.mark.parametrize("dtype", ATOL)
 def test_against_the_reference(on_cuda, dtype, orchestration, ranks):
     verify(on_cuda, Setup(dtype=dtype, ranks=ranks), orchestration)
@@ -87,7 +88,7 @@ def test_logits_of_some_tokens(on_cuda):
 
 @pytest.mark.parametrize("layers", [None, 3])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("orchestration", [name for name in orchestrations.NAMED if name != "serial"])
+@pytest.mark.parametrize("orchestration", ANYWHERE[1:])
 def test_orchestrations_give_the_same_bits(on_cuda, dtype, orchestration, layers):
     given = Setup(dtype=dtype, ranks=4, layers=layers)
     serial = leaves(on_cuda(4), schedule(given.step, orchestrations.serial), given)
@@ -96,10 +97,19 @@ def test_orchestrations_give_the_same_bits(on_cuda, dtype, orchestration, layers
         assert all(map(torch.equal, leaves(on_cuda(4), program, given), serial))
 
 
+@pytest.mark.parametrize("name", [name for name in orchestrations.NAMED if name not in ANYWHERE])
+def test_orchestrations_of_whole_layers_give_the_same_bits(on_cuda, name):
+    given = Setup(ranks=2, layers=2, tokens=4, split=orchestrations.NAMED[name].split, project_before_merge=True)
+    serial = leaves(on_cuda(2), schedule(given.step, orchestrations.serial), given)
+    program = schedule(given.step, orchestrations.NAMED[name])
+    assert all(map(torch.equal, leaves(on_cuda(2), program, given), serial))
+
+
 def test_every_op_has_been_run():
     """By the steps above, among them."""
     given = Setup(layers=3), Setup(layers=3, quantization="w8a8"), Setup(ranks=4, replicate_query=True)
     steps = [*(one.step for one in given), rows_step(given[0])]
+    steps.append(prefetch_weights(Setup(tokens=4, split="attention").step))
     run = {type(launch.op) for step in steps for launch in schedule(step, orchestrations.serial).launches}
     assert run == set(ops.ALL)
 

@@ -7,9 +7,9 @@ import pytest
 from mla_fx import orchestrations
 from mla_fx.backends import Collective, RunError, cuda
 from mla_fx.effects import Drop, InputError, Keep, Launch, Record, Stage, Wait, schedule
-from tests.setups import Setup
+from tests.setups import ANYWHERE, Setup
 
-each_orchestration = pytest.mark.parametrize("orchestration", orchestrations.NAMED)
+each_orchestration = pytest.mark.parametrize("orchestration", ANYWHERE)
 
 
 class Observed:

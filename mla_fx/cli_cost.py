@@ -1,0 +1,71 @@
+"""`mla-fx show --cost` and `--costs`: what a program costs on paper, and all named orchestrations side by side."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+
+from mla_fx.effects import Cost, Program, cost
+from mla_fx.effects.cost import Message
+
+_LAYER = re.compile(r"\blayers\.(\d+)\b")
+
+
+def report(program: Program) -> str:
+    """The cost of one program, in words and bytes."""
+    found = cost(program)
+    memory = found.memory
+    lines = [
+        f"{found.launches} launches, of which {found.chain} run one after the other in every execution",
+        f"{found.records} records, {found.waits} waits, {found.keeps} keeps",
+        f"each rank sends {found.sent:,} bytes over the wire, and receives as many",
+        *(f"  {line}" for line in _wire(found.messages)),
+        f"each rank holds parameters of {memory.parameters:,} bytes, states of {memory.states:,}, "
+        f"data of a step of {memory.data:,}",
+        f"values take at most {memory.peak:,} bytes" + (f", at '{memory.peak_at}'" if memory.peak_at else ""),
+    ]
+    return "\n".join(lines)
+
+
+def _layer(message: Message) -> str:
+    """The layer that a message is of; "" for what is outside of layers."""
+    found = _LAYER.search(message.launch.tag)
+    return found[0] if found else ""
+
+
+def _by_layer(messages: Iterable[Message]) -> Mapping[str, Mapping[str, int]]:
+    """Bytes sent, by layer and by the op that sends."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for message in messages:
+        found[_layer(message)][message.launch.op.name] += message.sent
+    return found
+
+
+def _wire(messages: Iterable[Message]) -> Iterator[str]:
+    """A line for each layer, and one for layers in a row that send alike; a step without layers has one line."""
+    found = _by_layer(messages)
+    for sent, alike in groupby(found.items(), lambda item: item[1]):
+        names = [layer for layer, _ in alike]
+        where = names[0] if len(names) == 1 else f"each of {names[0]} to {names[-1]}"
+        parts = ", ".join(f"{op} {bytes_:,}" for op, bytes_ in sent.items())
+        yield f"{where or 'outside of layers'}: {parts}; {sum(sent.values()):,} in all" if len(found) > 1 else parts
+
+
+_HEAD = (
+    *("orchestration", "launches", "longest chain", "records and waits", "keeps"),
+    *("bytes sent a rank and layer", "peak of values, bytes a rank"),
+)
+
+
+def table(programs: Iterable[tuple[str, Program]]) -> str:
+    """Named programs side by side, as a table in Markdown."""
+    rows = [_HEAD, ("---",) * len(_HEAD), *((f"`{name}`", *_row(cost(program))) for name, program in programs)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(found: Cost) -> Iterator[str]:
+    sent = {sum(of.values()) for layer, of in _by_layer(found.messages).items() if layer}
+    alone = sent or {found.sent}  # a step that is no stack of layers is one
+    yield from map(str, (found.launches, found.chain, found.records + found.waits, found.keeps))
+    yield " or ".join(f"{bytes_:,}" for bytes_ in sorted(alone))
+    yield f"{found.memory.peak:,}"

@@ -1,0 +1,67 @@
+"""What a layer gives the device of one rank to do, a rank in each process: counted on its trace, without a filter."""
+
+import torch
+from attrs import frozen
+
+from mla_fx import MlaConfig, backends, orchestrations
+from mla_fx.backends.ascend.emulator import Traced
+from mla_fx.effects import schedule
+from tests.backends.ascend import before
+from tests.backends.ascend.ranks import start
+from tests.processes import Member
+from tests.setups import Setup
+
+#: The head of DeepSeek-V3 (128 + 64, latent 512, value 128) in a model that is narrow otherwise.
+CONFIG = MlaConfig(
+    hidden_size=256,
+    num_attention_heads=16,
+    q_lora_rank=128,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
+
+
+@frozen
+class Counts:
+    """`operators` called, `kernels` that they launch with strided operands made contiguous, and `collectives`."""
+
+    operators: int
+    kernels: int
+    collectives: int
+
+
+def counted(member: Member, *, given: Setup, how: str) -> Counts:
+    """Of one step of this rank; a first step has made constants and workspaces."""
+    return counts(traced(member, given=given, how=how))
+
+
+def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
+    """What the attention of a layer gives the device of this rank, from its first product on.
+
+    "fused" is as the backend lowers it, "apart" as it is described, "before" in the order and with the copies of
+    `tests.backends.ascend.before`.
+    """
+    machine, group = start(member)
+    backend = backends.get("ascend", ranks=member.ranks, group=group)
+    program = schedule(backend.lower(given.step) if how == "fused" else given.step, orchestrations.attention_aside)
+    if how == "before":
+        backend = backend.with_rules(before.RULES)
+        program = schedule(before.step(given), before.exchange_aside, mode="conservative")
+    run = backend.compile(program, backend.prepare(program, [given.params()[member.rank]]))
+    own = [[argument[member.rank]] for argument in given.arguments()]
+    run(*backend.put(own, copy=True))
+    again = backend.put(own, copy=True)
+    torch.npu.synchronize()
+    with machine.tracing() as trace:
+        run(*again)
+    first = next(k for k, task in enumerate(trace) if task.name in ("aclnnMatmul", "aclnnGroupedMatmulV5"))
+    return trace[first:]
+
+
+def counts(trace: list[Traced]) -> Counts:
+    """Of a trace."""
+    calls = [task for task in trace if task.kind == "operator"]
+    collectives = sum(task.kind == "collective" for task in trace)
+    return Counts(len(calls), sum(task.kernels for task in calls), collectives)

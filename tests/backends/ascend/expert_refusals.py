@@ -1,0 +1,57 @@
+"""What the operators at both ends of the experts are refused for; see `refusals`."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from tests.backends.ascend.legal import at, fp16, fp32, int32, int64
+from tests.backends.ascend.refusals import Row, row
+
+FINALIZE: Final = (
+    row(
+        "finalize", "expanded_x must be float16, bfloat16 or float32", expanded_permuted_rows=at(1, 6, 16, dtype=int32)
+    ),
+    row("finalize", "expanded_row_idx must be int32: got torch.int64", expanded_src_to_dst_row=at(6, dtype=int64)),
+    row("finalize", "bias and expert_idx are not emulated", export_for_source_row=at(3, 2, dtype=int32)),
+    row("finalize", r"drop_pad_mode must be in 0\.\.3: got 4", drop_pad_mode=4),
+    row("finalize", "expanded_row_idx must have 1 axis: got 2", expanded_src_to_dst_row=at(3, 2, dtype=int32)),
+    row("finalize", "expanded_x must have 3 axes with drop_pad_mode 3: got 2", expanded_permuted_rows=at(6, 16)),
+    row("finalize", "expanded_x must have 2 axes with drop_pad_mode 2: got 3", drop_pad_mode=2),
+    row("finalize", "scales beside torch.float16: got torch.float32", expanded_permuted_rows=at(1, 6, 16, dtype=fp16)),
+    row("finalize", "scales must have 2 axes: got 1", scales=at(3, dtype=fp32)),
+    row("finalize", "k must be that of scales, 2: got 3", k=3),
+    row("finalize", "K must not be 0", scales=at(3, 0, dtype=fp32)),
+    row("finalize", "x1 must be torch.bfloat16: got torch.float32", skip1=at(3, 16, dtype=fp32)),
+    row("finalize", r"x1 must be \[3, 16\]: got \[2, 16\]", skip1=at(2, 16)),
+    row("finalize", "x2 needs x1", skip2=at(3, 16)),
+    row("finalize", r"out must be \[4, 16\]: got \[3, 16\]", expanded_src_to_dst_row=at(8, dtype=int32)),
+)
+
+SWIGLU_QUANT: Final = (
+    row("swiglu_quant", "only x int32 .* is emulated: got torch.bfloat16", x=at(6, 128)),
+    row("swiglu_quant", "bias, quant_scale and quant_offset are not emulated", quant_scale=at(2, 64, dtype=fp32)),
+    row("swiglu_quant", "quant_mode: only dynamic is emulated: got static", quant_mode=0),
+    row("swiglu_quant", "swiglu_mode: only 0 is emulated: got 2", swiglu_mode=2),
+    row("swiglu_quant", r"weight_scale must be \[128\]: got \[2, 128\]", group_index=None),
+    row("swiglu_quant", "without weight_scale: not emulated", weight_scale=None),
+    row("swiglu_quant", "activation_scale is needed for int32", activation_scale=None),
+    row("swiglu_quant", r"group_index must be int64 \[groups\]: got torch.int32", group_index=at(2, dtype=int32)),
+    row("swiglu_quant", "weight_scale must be float32: got torch.bfloat16", weight_scale=at(2, 128)),
+    row("swiglu_quant", r"weight_scale must be \[2, 128\]: got \[3, 128\]", weight_scale=at(3, 128, dtype=fp32)),
+    row("swiglu_quant", "activation_scale must be float32: got torch.bfloat16", activation_scale=at(6)),
+    row("swiglu_quant", "activation_scale must have 6 numbers: got 5", activation_scale=at(5, dtype=fp32)),
+    row(
+        "swiglu_quant",
+        "2 H must be a multiple of 64: got 96",
+        x=at(6, 96, dtype=int32),
+        weight_scale=at(2, 96, dtype=fp32),
+    ),
+    row(
+        "swiglu_quant",
+        "2 H must be at most 7232 in groups: got 7296",
+        x=at(6, 7296, dtype=int32),
+        weight_scale=at(2, 7296, dtype=fp32),
+    ),
+)
+
+#: By the module whose refusals they utter.
+TABLE: Final[Mapping[str, tuple[Row, ...]]] = {"finalize": FINALIZE, "swiglu_quant": SWIGLU_QUANT}

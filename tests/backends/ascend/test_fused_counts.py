@@ -1,0 +1,58 @@
+"""The attention of a layer in launches, one process per device: the table in the README is what is counted here.
+
+Of rank 0 of two, bf16, DeepSeek-V3's head, two requests with one and two tokens; from its first product on, since
+what comes before is once a step and not once a layer.  Nothing is filtered: operators are calls, kernels are what
+they launch with strided operands made contiguous first.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from attrs import evolve
+
+from tests.backends.ascend import counting
+from tests.backends.ascend.conftest import why_not
+from tests.backends.ascend.counting import CONFIG, Counts
+from tests.processes import Nursery, nursery
+from tests.setups import Setup
+from tests.test_imports import ROOT
+
+GIVEN = Setup(dtype="bf16", config=CONFIG, block_size=16)
+ROWS = {
+    "exchange aside, in float32 copies": (GIVEN, "before"),
+    "attention aside, part by part": (GIVEN, "apart"),
+    "fused": (GIVEN, "fused"),
+    "fused, rounded angles": (evolve(GIVEN, round_angles=True), "fused"),
+    "fused, rounded angles, replicated query": (evolve(GIVEN, round_angles=True, replicate_query=True), "fused"),
+}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Nursery]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with nursery(emulated=True) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def found(processes: Nursery) -> dict[str, Counts]:
+    both = {name: processes.run(counting.counted, ranks=2, given=given, how=how) for name, (given, how) in ROWS.items()}
+    assert all(of_rank == of_ranks[0] for of_ranks in both.values() for of_rank in of_ranks)
+    return {name: of_ranks[0] for name, of_ranks in both.items()}
+
+
+def test_the_table_of_the_readme_is_what_is_counted(found):
+    readme = (ROOT / "backends" / "README.md").read_text()
+    rows = re.findall(r"^\| ([a-z][^|]*?) \| (\d+) \| (\d+) \| (\d+) \|$", readme, re.MULTILINE)
+    assert {name: Counts(*map(int, numbers)) for name, *numbers in rows if name in ROWS} == found
+
+
+def test_what_is_promised(found):
+    assert found["fused, rounded angles"].operators <= 18
+    assert found["fused, rounded angles"].kernels <= 18
+    assert found["fused, rounded angles"].collectives == 3
+    assert found["fused, rounded angles, replicated query"].collectives == 2
+    for better, worse in zip([*ROWS][1:4], ROWS, strict=False):
+        assert found[better].operators < found[worse].operators and found[better].kernels < found[worse].kernels

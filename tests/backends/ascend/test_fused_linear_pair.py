@@ -1,0 +1,90 @@
+"""Two products of the same activations as one launch: found, brought together, left alone, the same numbers."""
+
+import pytest
+import torch
+
+from mla_fx.backends.ascend.fused import linear_pair
+from mla_fx.backends.ascend.fused.linear_pair import LinearPair
+from mla_fx.effects import Aval, Op, bind, ops, parameters, trace
+from tests.backends.ascend.conftest import close, on_device, random, with_gaps
+from tests.backends.ascend.test_rules import right
+from tests.setups import Setup
+
+X, WEIGHT = Aval((3, 16), "fp32"), Aval((24, 16), "fp32")
+
+
+class Shift(Op):
+    """`x` [T, D], next version of it; somebody's own op that writes activations."""
+
+    operands = {"x": "T D"}  # noqa: RUF012
+    results = ("x",)
+    writes = {"x": "x"}  # noqa: RUF012
+
+    def shape_rule(self, axes, dtype):
+        return (Aval((axes["T"], axes["D"]), dtype),)
+
+
+def two(how: str):
+    """Two products with something between them."""
+
+    def products(x, y, first, second, third, made):
+        (a,) = bind(ops.Linear(), x, first, names=("a",))
+        if how == "the input is written between":
+            (x,) = bind(Shift(), x, names=("shifted",))
+        (b,) = bind(ops.Linear(), a if how == "a product of the first" else y, third, names=("b",))
+        if how == "a weight that is made":
+            (second,) = bind(ops.Add(), made, made, names=("sum",))
+        (c,) = bind(ops.Linear(), x, second, names=("c",))
+        return a, b, c, *((x,) if how == "the input is written between" else ())
+
+    third = Aval((8, 24 if how == "a product of the first" else 16), "fp32")
+    shapes = {"first": WEIGHT, "second": WEIGHT, "third": third}
+    weights = {name: parameters(aval) for name, aval in shapes.items()}
+    return trace(products, "two", x=X, y=X, **weights, made=WEIGHT)
+
+
+def kinds(step) -> list[type]:
+    return [type(equation.op) for equation in linear_pair.find(step).equations]
+
+
+@pytest.mark.parametrize("how", ["", "a product of the first"])
+def test_the_second_is_brought_to_the_first(how):
+    step = linear_pair.find(two(how))
+    assert kinds(two(how)) == [LinearPair, ops.Linear]
+    assert step.equations[0].results == ("a", "c") and step.equations[0].operands == ("x", "first", "second")
+    assert linear_pair.find(step) == step
+
+
+@pytest.mark.parametrize("how", ["the input is written between", "a weight that is made"])
+def test_it_is_left_alone(how):
+    step = two(how)
+    assert linear_pair.find(step) == step and LinearPair not in kinds(step)
+
+
+def test_of_three_products_two_are_one():
+    def products(x, first, second, third):
+        return tuple(bind(ops.Linear(), x, weight)[0] for weight in (first, second, third))
+
+    step = trace(products, "three", x=X, **{name: parameters(WEIGHT) for name in ("first", "second", "third")})
+    assert kinds(step) == [LinearPair, ops.Linear]
+
+
+def test_it_is_found_once_in_every_layer():
+    given = Setup(layers=3)
+    assert kinds(given.step).count(LinearPair) == 3
+    steps = (given.step, linear_pair.find(given.step))
+    before, after = (sum(isinstance(e.op, ops.Linear) for e in step.equations) for step in steps)
+    assert before - after == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_the_operator(release, emulator, rng, dtype, tokens):
+    x, first, second = (random(rng, *shape, dtype=dtype) for shape in ((tokens, 16), (24, 16), (8, 16)))
+    with emulator.tracing() as traced:
+        got = on_device(LinearPair(), x, first, second)
+    tasks = [task for task in traced if task.kind == "operator"]
+    assert [(task.name, task.kernels) for task in tasks] == ([("aclnnGroupedMatmulV5", 1)] if tokens else [])
+    for ours, weight in zip(got, (first, second), strict=True):
+        close(ours, right(ops.Linear(), x, weight)[0])
+    assert all(map(torch.equal, on_device(LinearPair(), x, first, second, layout=with_gaps), got))
