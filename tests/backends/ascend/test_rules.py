@@ -13,6 +13,7 @@ from tests.ops.conftest import Rules, fields
 
 pytestmark = pytest.mark.usefixtures("emulator")
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+sixteen_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 each_count = pytest.mark.parametrize("tokens", [0, 1, 3])
 #: Of caches with 12 rows; the last ones are more than that.
 SLOTS = [[3, -1, 0], [-1, -1, -1], [], [11, 7, 4], [*[-1] * 12, 5, -1, 3]]
