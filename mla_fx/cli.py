@@ -381,10 +381,13 @@ def _program(options: argparse.Namespace, step: Step) -> Program:
     return schedule(step, chosen_orchestration(options.orchestration), mode=options.mode)
 
 
-def _named_program(options: argparse.Namespace, name: str) -> Program:
-    """The program that the same options give with another orchestration."""
+def _named_program(options: argparse.Namespace, name: str) -> Program | None:
+    """The program that the same options give with another orchestration; None where it does not fit the step."""
     other = argparse.Namespace(**{**vars(options), "orchestration": name})
-    return _program(other, _step(other)[2])
+    try:
+        return _program(other, _step(other)[2])
+    except (InputError, ScheduleError):
+        return None
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -57,9 +57,11 @@ _HEAD = (
 )
 
 
-def table(programs: Iterable[tuple[str, Program]]) -> str:
-    """Named programs side by side, as a table in Markdown."""
-    rows = [_HEAD, ("---",) * len(_HEAD), *((f"`{name}`", *_row(cost(program))) for name, program in programs)]
+def table(programs: Iterable[tuple[str, Program | None]]) -> str:
+    """Named programs side by side, as a table in Markdown; None for an orchestration that does not fit the step."""
+    rows = [_HEAD, ("---",) * len(_HEAD)]
+    for name, program in programs:
+        rows.append((f"`{name}`", *(_row(cost(program)) if program else ("does not fit the step",))))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
