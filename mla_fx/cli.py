@@ -381,15 +381,6 @@ def _program(options: argparse.Namespace, step: Step) -> Program:
     return schedule(step, chosen_orchestration(options.orchestration), mode=options.mode)
 
 
-def _named_program(options: argparse.Namespace, name: str) -> Program | None:
-    """The program that the same options give with another orchestration; None where it does not fit the step."""
-    other = argparse.Namespace(**{**vars(options), "orchestration": name})
-    try:
-        return _program(other, _step(other)[2])
-    except (InputError, ScheduleError):
-        return None
-
-
 def _show(options: argparse.Namespace) -> int:
     if options.ops:
         print(ops.listing())
@@ -397,7 +388,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.costs:
         from mla_fx.cli_cost import table
 
-        print(table((name, _named_program(options, name)) for name in orchestrations.NAMED))
+        print(table(options, lambda other: _program(other, _step(other)[2])))
         return 0
     config, shape, step = _step(options)
     if options.step:
