@@ -214,6 +214,7 @@ def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
         action="store_true",
         help="every rank projects all heads' values, which are exchanged in place of latents",
     )
+    add("--round-angles", action="store_true", help="rotary angles in the dtype of activations, for fused operators")
     add("--quantization", choices=QUANTIZATIONS, help="store projections in 8 bits (default: in the dtype)")
 
 

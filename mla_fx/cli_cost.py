@@ -1,11 +1,13 @@
 """`mla-fx show --cost` and `--costs`: what a program costs on paper, and all named orchestrations side by side."""
 
+import argparse
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 
-from mla_fx.effects import Cost, Program, cost
+from mla_fx import orchestrations
+from mla_fx.effects import Cost, InputError, Program, ScheduleError, cost
 from mla_fx.effects.cost import Message
 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
@@ -57,9 +59,15 @@ _HEAD = (
 )
 
 
-def table(programs: Iterable[tuple[str, Program]]) -> str:
-    """Named programs side by side, as a table in Markdown."""
-    rows = [_HEAD, ("---",) * len(_HEAD), *((f"`{name}`", *_row(cost(program))) for name, program in programs)]
+def table(options: argparse.Namespace, program_of: Callable[[argparse.Namespace], Program]) -> str:
+    """The programs that the same options give with each named orchestration, side by side, as a table in Markdown."""
+    rows = [_HEAD, ("---",) * len(_HEAD)]
+    for name in orchestrations.NAMED:
+        try:
+            found = tuple(_row(cost(program_of(argparse.Namespace(**{**vars(options), "orchestration": name})))))
+        except (InputError, ScheduleError):
+            found = ("does not fit the step",)
+        rows.append((f"`{name}`", *found))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

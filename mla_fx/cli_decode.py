@@ -143,6 +143,7 @@ def _shape(options: argparse.Namespace, requests: int, longest: int, dtype: str)
         dtype=dtype,
         replicate_query=options.replicate_query,
         project_before_merge=options.project_before_merge,
+        round_angles=options.round_angles,
         quantization=options.quantization,
     )
 

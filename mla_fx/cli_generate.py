@@ -72,6 +72,7 @@ class Asked:
             dtype=dtype(options, checkpoint.config, backend),
             replicate_query=options.replicate_query,
             project_before_merge=options.project_before_merge,
+            round_angles=options.round_angles,
             quantization=options.quantization,
         )
         runner = Runner.load(

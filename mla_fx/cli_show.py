@@ -4,7 +4,7 @@ import argparse
 
 from attrs import evolve
 
-from mla_fx import StepShape, attention_step, orchestrations
+from mla_fx import StepShape, attention_step
 from mla_fx.cli import chosen_orchestration, named
 from mla_fx.cli_cost import report, table
 from mla_fx.effects import (
@@ -35,6 +35,7 @@ def _step(options: argparse.Namespace) -> tuple[ModelConfig, StepShape, Step]:
         dtype=options.dtype,
         replicate_query=options.replicate_query,
         project_before_merge=options.project_before_merge,
+        round_angles=options.round_angles,
         quantization=options.quantization,
         split=chosen_orchestration(options.orchestration).split,
     )
@@ -49,19 +50,13 @@ def _program(options: argparse.Namespace, step: Step) -> Program:
     return schedule(step, chosen_orchestration(options.orchestration), mode=options.mode)
 
 
-def _named_program(options: argparse.Namespace, name: str) -> Program:
-    """The program that the same options give with another orchestration."""
-    other = argparse.Namespace(**{**vars(options), "orchestration": name})
-    return _program(other, _step(other)[2])
-
-
 def show(options: argparse.Namespace) -> int:
     """Run `mla-fx show`."""
     if options.ops:
         print(ops.listing())
         return 0
     if options.costs:
-        print(table((name, _named_program(options, name)) for name in orchestrations.NAMED))
+        print(table(options, lambda other: _program(other, _step(other)[2])))
         return 0
     config, shape, step = _step(options)
     if options.step:

@@ -58,7 +58,7 @@ def test_decode_stays_near_the_reference(capsys, dtype, limit, orchestration):
         ("--adversary", "11", "--ranks", "1", "--prompt", "1"),
         ("--orchestration", "batch-pipelined", "--project-before-merge"),
         ("--orchestration", "dual-batch", "--new-tokens", "2"),
-        ("--orchestration", "shared-experts-aside"),
+        ("--orchestration", "shared-experts-aside", "--round-angles"),
         ("--orchestration", "prefetch"),
     ],
     ids=" ".join,
@@ -168,13 +168,16 @@ def test_show_the_cost(capsys):
 
 
 def test_show_what_all_orchestrations_cost(capsys):
-    status, out, _ = run(capsys, "show", "--costs", "--layers", "1", "--mode", "conservative")
+    status, out, _ = run(capsys, "show", "--costs", "--layers", "4", "--mode", "conservative")
     rows = [line.strip("| ").split(" | ") for line in out.splitlines()]
     assert status == 0 and rows[0][:2] == ["orchestration", "launches"]
     found = {row[0].strip("`"): row for row in rows[2:]}
     assert list(found) == list(orchestrations.NAMED)
     assert found["serial"][1] == found["serial"][2] and found["serial"][3:5] == ["0", "0"]
     assert int(found["attention-aside"][4]) > 0  # what crosses streams is kept
+    assert "does not fit" not in out
+    _, out, _ = run(capsys, "show", "--costs")  # of one attention, which has no experts
+    assert "| `shared-experts-aside` | does not fit the step |" in out and out.count("does not fit") < len(found) - 2
 
 
 def test_show_a_checkpoints_program(capsys, tmp_path):
