@@ -33,7 +33,7 @@ check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
 bench: $(VENV)/.test  ## overhead and speed, as ratios within one run
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only $(ARGS)
 
-soak: $(VENV)/.test  ## long random runs of the law and of the merged result
+soak: $(VENV)/.test  ## long random runs of the law and of the merged result, all of Ascend on each release of CANN
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak --soak $(ARGS)
 
 clean:  ## remove .venv, builds and caches

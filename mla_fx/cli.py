@@ -10,35 +10,13 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attrs import evolve
-
-from mla_fx import StepShape, attention_step, backends, orchestrations
+from mla_fx import backends, orchestrations
 from mla_fx.decode import QUANTIZATIONS
-from mla_fx.effects import (
-    Drop,
-    Effect,
-    InputError,
-    Keep,
-    Launch,
-    LawError,
-    Orchestration,
-    Program,
-    Record,
-    ScheduleError,
-    Stage,
-    Step,
-    Wait,
-    ops,
-    schedule,
-    violations,
-)
+from mla_fx.effects import InputError, LawError, Orchestration, ScheduleError
 from mla_fx.effects.aval import FLOATS, ShapeError
 from mla_fx.effects.orchestration import orchestration
-
-if TYPE_CHECKING:
-    from mla_fx.models import ModelConfig
 
 _DECODE = """
 Decode with a DeepSeek model under decode context parallelism, all ranks in
@@ -320,11 +298,11 @@ def chosen_orchestration(name: str) -> Orchestration:
     if name in orchestrations.NAMED:
         return orchestrations.NAMED[name]
     if ":" in name:
-        return orchestration(_named(name, "--orchestration"))
+        return orchestration(named(name, "--orchestration"))
     raise InputError(f"--orchestration: must be one of {', '.join(orchestrations.NAMED)} or module:name: got {name!r}")
 
 
-def _named(path: str, option: str) -> Any:
+def named(path: str, option: str) -> Any:
     """The object at `module:name`, where modules of the working directory count."""
     module, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
@@ -355,98 +333,13 @@ def _probe(options: argparse.Namespace) -> int:
     return probe(options)
 
 
-def _step(options: argparse.Namespace) -> tuple["ModelConfig", StepShape, Step]:
-    from mla_fx.models import deepseek_v3_config, load_config, model_step
-
-    config = load_config(options.model) if options.model else deepseek_v3_config()
-    shape = StepShape(
-        ranks=options.ranks,
-        tokens=options.tokens,
-        requests=options.tokens,
-        block_size=options.block_size,
-        dtype=options.dtype,
-        replicate_query=options.replicate_query,
-        project_before_merge=options.project_before_merge,
-        quantization=options.quantization,
-        split=chosen_orchestration(options.orchestration).split,
-    )
-    if options.layers is None and shape.split == "layers":
-        raise InputError(f"--orchestration: {options.orchestration} splits whole layers: must come with --layers")
-    if options.layers is None:
-        return config, shape, attention_step(config.attention, shape)
-    return config, shape, model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens)
-
-
-def _program(options: argparse.Namespace, step: Step) -> Program:
-    return schedule(step, chosen_orchestration(options.orchestration), mode=options.mode)
-
-
-def _named_program(options: argparse.Namespace, name: str) -> Program:
-    """The program that the same options give with another orchestration."""
-    other = argparse.Namespace(**{**vars(options), "orchestration": name})
-    return _program(other, _step(other)[2])
-
-
 def _show(options: argparse.Namespace) -> int:
-    if options.ops:
-        print(ops.listing())
-        return 0
-    if options.costs:
-        from mla_fx.cli_cost import table
+    from mla_fx.cli_show import show
 
-        print(table((name, _named_program(options, name)) for name in orchestrations.NAMED))
-        return 0
-    config, shape, step = _step(options)
-    if options.step:
-        print(step)
-        return 0
-    program = _program(options, step)
-    if options.cost:
-        from mla_fx.cli_cost import report
-
-        print(report(program))
-        return 0
-    if options.device_trace:
-        from mla_fx.cli_trace import device_trace
-
-        return device_trace(options, config, shape, program)
-    head, *lines = str(program).splitlines()
-    width = len(str(len(program.effects)))
-    print(head)
-    for number, line in enumerate(lines):
-        print(f"{number:>{width}}  {line}" if number < len(program.effects) else f"{'':>{width}}  {line}")
-    print(f"\n{summary(program)}")
-    return 0
+    return show(options)
 
 
 def _check(options: argparse.Namespace) -> int:
-    program = _named(options.program, "--program") if options.program else _program(options, _step(options)[2])
-    if not isinstance(program, Program):
-        raise InputError(f"--program: must be a Program: got {type(program).__name__}")
-    if options.without is not None:
-        if not 0 <= options.without < len(program.effects):
-            raise InputError(f"--without: must be in 0..{len(program.effects) - 1}: got {options.without}")
-        print(f"without {options.without}: {program.effects[options.without]}")
-        program = program.without(options.without)
-    found = violations(program)
-    for violation in found:
-        print(violation)
-    print(f"{f'not legal: {len(found)} violations' if found else 'legal'}: {summary(program)}")
-    return 1 if found else 0
+    from mla_fx.cli_show import check
 
-
-_KINDS: dict[type[Effect], tuple[str, str]] = {
-    Launch: ("launch", "launches"),
-    Stage: ("stage", "stages"),
-    Record: ("record", "records"),
-    Wait: ("wait", "waits"),
-    Keep: ("keep", "keeps"),
-    Drop: ("drop", "drops"),
-}
-
-
-def summary(program: Program) -> str:
-    """How many of each effect a program has, in words."""
-    found = [(program.count(kind), *names) for kind, names in _KINDS.items()]
-    counts = ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in found)
-    return f"{counts} on {len(program.streams)} streams ({', '.join(program.streams)})"
+    return check(options)

@@ -16,6 +16,7 @@ import torch
 
 from mla_fx.backends.ascend.calls import release
 from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
+from mla_fx.backends.ascend.calls.merge import update
 from mla_fx.backends.device import Run
 from mla_fx.effects import Aval, ops
 
@@ -26,10 +27,7 @@ def parts(cann: tuple[int, int]) -> int:
 
 
 def takes(op: ops.Combine, recv: Aval, *others: Aval) -> str | None:
-    """Features that the operator takes."""
-    latent = recv.shape[3]
-    if latent % 8 or not 8 <= latent <= 512:
-        return f"L: combine on ascend needs a multiple of 8 in 8..512: got {latent}"
+    """Dtypes that the operator takes."""
     return wrong_dtype("recv", recv)
 
 
@@ -58,7 +56,7 @@ def rule(
         found = [_group(rows[some], lse[some], unseen[some]) for some in several]
         rows = [row for row, *_ in found]
         lse, unseen = (torch.stack(of_groups) for of_groups in list(zip(*found, strict=True))[1:])
-    merged, _ = torch.ops.npu.npu_attention_update(list(lse), rows, 0)
+    merged, _ = update(lse, rows, 0)
     merged = merged.masked_fill(unseen.all(0).unsqueeze(-1), 0)
     return (merged.view((tokens, heads * latent) if flat else (tokens, heads, latent)).to(local.dtype),)
 
@@ -67,6 +65,6 @@ def _group(
     rows: list[torch.Tensor], lse: torch.Tensor, unseen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Some parts as one: its rows, its LSE, -inf where none of them saw a key, and where that is."""
-    merged, total = torch.ops.npu.npu_attention_update(list(lse), rows, 1)
+    merged, total = update(lse, rows, 1)
     none = unseen.all(0)
     return merged.masked_fill(none.unsqueeze(-1), 0), total.masked_fill(none, -math.inf), none

@@ -189,6 +189,21 @@ def test_a_state_inside_a_parameter_is_refused():
         run(inside, hidden, batches)
 
 
+@pytest.mark.parametrize("seed", [None, 3], ids=["plain", "hostile"])
+def test_one_tensor_as_two_states_is_refused(seed):
+    """Of one rank: the caches of two layers."""
+    setup = Setup(layers=2)
+    program = schedule(setup.step, orchestrations.attention_aside)
+    run = setup.compiled(backends.get("cpu", ranks=2, adversary=seed), program)
+    caches, *rest = setup.arguments()
+    before = caches[1][0].latent.clone()
+    caches[1][1] = caches[1][0]
+    message = r"cache\[0\].latent of rank 1: is updated in place .* cache\[1\].latent of rank 1 lies in too"
+    with pytest.raises(InputError, match=message):
+        run(caches, *rest)
+    assert torch.equal(caches[1][0].latent, before)
+
+
 def test_inputs_in_any_order():
     """The order of the inputs of a program is not that of its arguments: leaves go where their paths say."""
     inputs = PROGRAM.inputs

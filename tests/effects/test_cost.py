@@ -50,10 +50,10 @@ class Counting(InProcess):
     handed: list[set[int]] = field(factory=list)
     sent: list[int] = field(factory=list)
 
-    def move(self, how: Any, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def move(self, how: Any, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
         self.handed.append({tensor.nbytes for tensor in sent})
         self.sent.append(sum(between(how, sent)))
-        return InProcess.move(self, how, sent)
+        return InProcess.move(self, how, sent, spent=spent)
 
 
 def between(how: str, sent: Sequence[torch.Tensor]) -> Iterator[int]:

@@ -182,7 +182,7 @@ def orders(draw):
     return order
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=25)
 @given(toys.steps(kinds=tuple(kind for kind in toys.KINDS if kind is not Update)), toys.orchestrations(), orders())
 def test_any_order_is_followed_and_gives_the_serial_result(step, streams, order):
     """Without states nothing but operands stands in the way of an order."""
@@ -201,7 +201,7 @@ def followed_around_states(step, streams, order):
     toys.right(program, expected, (None, 1, 2, 3))
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=25)
 @given(toys.steps(), toys.orchestrations(), orders())
 def test_any_order_around_states_gives_the_serial_result(step, streams, order):
     followed_around_states(step, streams, order)

@@ -112,7 +112,7 @@ def computes_the_same(step: Step, streams: Any, pattern: Any) -> int:
     return sum(defined(equation.op) for equation in rewritten.equations)
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=30)
 @given(STEPS, toys.orchestrations(), patterns())
 def test_a_rewritten_step_computes_the_same(step, streams, pattern):
     computes_the_same(step, streams, pattern)

@@ -8,6 +8,8 @@ from attrs import evolve, frozen
 
 from mla_fx.effects import (
     Drop,
+    Equation,
+    Found,
     Group,
     InputError,
     Keep,
@@ -20,6 +22,7 @@ from mla_fx.effects import (
     bind,
     check,
     parameters,
+    rewrite,
     schedule,
     trace,
     violations,
@@ -29,7 +32,7 @@ from tests.effects.judge import Judge
 from tests.effects.test_check import one, program
 from tests.effects.test_judge import agree
 from tests.effects.test_law_teeth import SEARCH, serial
-from tests.effects.toys import DCP, One, Peek, Toy, Two, Update, X, goes_wrong, placed, right, run
+from tests.effects.toys import DCP, Fork, One, Peek, Toy, Two, Update, X, goes_wrong, placed, right, run
 
 # --- the law -----------------------------------------------------------------------
 
@@ -239,6 +242,23 @@ def test_the_parts_of_an_op_give_views_where_it_does():
     for op, said in ((Copied(1), "a"), (Unsaid(1), "nothing")):
         with pytest.raises(StepError, match=f"{op.name}: its parts must give views of what it does, {said}: got"):
             definition(op, [X])
+
+
+def test_a_pass_leaves_a_view_a_view():
+    """What gives memory of its own may not take its place, since a write through it would then be lost."""
+    step = trace(lambda s, x: bind(Update(5), bind(Peek(3), s)[0], x), s=X, x=X)
+
+    def by(op: Toy):
+        def match(step, equation):
+            whole = Equation(op, equation.operands, equation.results, equation.tag)
+            return Found((equation,), whole) if isinstance(equation.op, Peek) else None
+
+        return rewrite(step, match)
+
+    assert by(Fork(3)) == step
+    replaced = by(Whole(3))
+    assert [equation.op.name for equation in replaced.equations] == ["whole", "update"]
+    right(schedule(replaced, placed({5: "side"})), run(serial(step)), (None, *range(8)))
 
 
 def test_groups_say_so_where_they_are_independent():

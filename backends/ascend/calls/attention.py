@@ -15,7 +15,8 @@ under capture.  The functional form would take a block of the wheel's for each
 stream beside it.  What that costs is that op-plugin tiles such a call on the
 host every time.  The workspace holds for all lengths over the shapes of a
 program: the operator that says how large it must be looks at no length.
-Source: op-plugin and CANN 9.1 (ops-transformer), as far as public.
+The first version of the operator, which is to go, is called nowhere: every
+release here has the second.  Source: op-plugin and CANN 9.1 (ops-transformer), as far as public.
 """
 
 import math

@@ -1,5 +1,6 @@
 """What reached the device, as the emulator's trace has it: order, streams, events, and no cast on the way."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -7,9 +8,11 @@ import pytest
 from mla_fx import orchestrations
 from mla_fx.backends.ascend.emulator import Traced
 from mla_fx.effects import Record, Stage, Wait, schedule
+from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.ascend.steps import ascend, events, setup, streams
 
 FIA, UPDATE, STACK = "aclnnFusedInferAttentionScoreV4", "aclnnAttentionUpdate", "aclnnStack"
+V_UP = ("aclnnTransposeBatchMatMul", "aclnnBatchMatMul")  # the second on 8.5, for sizes this small
 
 
 def traced(emulator, dtype, ranks, orchestration, seed, layers=None):
@@ -36,9 +39,13 @@ def of(trace: list[Traced], backend) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "seed"),
+    mostly_soak(
+        itertools.product(["bf16", "fp16"], [1, 2, 4], range(6)),
+        [*[("bf16", 2, seed) for seed in range(4)], ("fp16", 1, 4), ("fp16", 4, 5)],
+    ),
+)
 def test_attention_aside(emulator, dtype, ranks, seed):
     """History, record | wait, current, record | pack and exchange, join, combine: whatever the interleaving.
 
@@ -88,7 +95,7 @@ def test_no_cast_between_attention_and_projection(emulator, dtype):
     trace, _ = traced(emulator, dtype, 2, "attention-aside", 1)
     names = [task for task in trace if task.kind == "operator"]
     first = next(k for k, task in enumerate(names) if task.name == FIA)
-    last = max(k for k, task in enumerate(names) if task.name == "aclnnTransposeBatchMatMul")
+    last = max(k for k, task in enumerate(names) if task.name in V_UP)
     between = names[first : last + 1]
     assert sum(task.name == FIA for task in between) == 4
     assert not [task for task in between if task.casts or task.name == "aclnnCast"]

@@ -15,9 +15,10 @@ from tests.setups import Setup
 STEPS = {
     "attention": {},
     "rounded angles": {"round_angles": True},
+    "padding": {"tokens": 5},
     "replicated query": {"replicate_query": True},
     "two layers": {"layers": 2},
-    "two layers, rounded angles": {"layers": 2, "round_angles": True},
+    "two layers, rounded angles, padding": {"layers": 2, "round_angles": True, "tokens": 5},
 }
 each_step = pytest.mark.parametrize("sizes", STEPS.values(), ids=STEPS)
 

@@ -29,13 +29,12 @@ def two(how: str):
 
     def products(x, y, first, second, third, made):
         (a,) = bind(ops.Linear(), x, first, names=("a",))
-        if how == "the input is written between":
-            (x,) = bind(Shift(), x, names=("shifted",))
+        shifted = bind(Shift(), x, names=("shifted",)) if how == "the input is written between" else ()
         (b,) = bind(ops.Linear(), a if how == "a product of the first" else y, third, names=("b",))
         if how == "a weight that is made":
             (second,) = bind(ops.Add(), made, made, names=("sum",))
         (c,) = bind(ops.Linear(), x, second, names=("c",))
-        return a, b, c, *((x,) if how == "the input is written between" else ())
+        return a, b, c, *shifted
 
     third = Aval((8, 24 if how == "a product of the first" else 16), "fp32")
     shapes = {"first": WEIGHT, "second": WEIGHT, "third": third}

@@ -1,5 +1,6 @@
 """Every Ascend rule on the emulator, held against the reference rule in float64."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from mla_fx.backends import Run, cpu, reference
 from mla_fx.effects import Group, ops
-from tests.backends.ascend.conftest import close, on_device, over_ranks, random, with_gaps
+from tests.backends.ascend.conftest import close, mostly_soak, on_device, over_ranks, random, with_gaps
 from tests.ops.conftest import Rules, fields
 
 pytestmark = pytest.mark.usefixtures("emulator")
@@ -88,13 +89,15 @@ def test_v_up(rng, release, dtype, tokens, latent, value):
     verify(ops.VUp(), random(rng, tokens, 3, latent, dtype=dtype), w_uv)
 
 
-@sixteen_bits
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    mostly_soak(itertools.product([torch.bfloat16, torch.float16], [0, 3]), [(torch.bfloat16, 3), (torch.float16, 0)]),
+)
 @pytest.mark.parametrize(
     ("heads", "value", "since"),
     [(127, 128, "8.5"), (127, 16, "9.0"), (128, 16, "9.1"), (128, 10, "9.1")],
     ids=str,
 )
-@pytest.mark.parametrize("tokens", [0, 3])
 def test_v_up_at_the_limits(rng, emulator, release, dtype, tokens, heads, value, since):
     """127 x 512 = 65024 is below 65536, 128 x 512 is not: same result by two ways, whatever the release takes."""
     operator = "aclnnTransposeBatchMatMul" if release >= since else "aclnnBatchMatMul"
@@ -286,6 +289,15 @@ class Parts:
 @pytest.mark.parametrize("shape", [(1, 1, 1, 8), (2, 3, 2, 16), (8, 2, 1, 512), (15, 1, 4, 8), (3, 0, 2, 8)], ids=str)
 def test_combine(rng, dtype, shape):
     Parts(rng, *shape, dtype).verify()
+
+
+@each_dtype
+@pytest.mark.parametrize(("ranks", "latent"), [(3, 1), (3, 12), (3, 520), (20, 1031)])
+def test_combine_of_any_features(rng, release, dtype, ranks, latent):
+    """In slices of 512, padded to a multiple of 8; in rounds too."""
+    parts = Parts(rng, ranks, 2, 2, latent, dtype)
+    parts.hide("rows", -math.inf)
+    parts.verify()
 
 
 @each_dtype
