@@ -46,9 +46,8 @@ def of(name, **sizes):
     return Setup(split=orchestrations.NAMED[name].split, **sizes)
 
 
-def serially(setup, name):
+def serially(step, name):
     """The serial program of the step that the orchestration schedules."""
-    step = setup.step
     for one in orchestrations.NAMED[name].passes:
         step = one(step)
     return schedule(step, orchestrations.serial)
@@ -81,7 +80,7 @@ def agree(name, setup, lengths, seeds, mode="minimal"):
     program = schedule(setup.step, orchestrations.NAMED[name], mode=mode)
     check(program)
     for kind, count in seeds.items():
-        wanted = leaves(backends.get(kind, ranks=setup.ranks), serially(setup, name), setup, *lengths)
+        wanted = leaves(backends.get(kind, ranks=setup.ranks), serially(setup.step, name), setup, *lengths)
         assert all(leaf.isfinite().all() for leaf in wanted)
         for seed in (None, *range(count)):
             made = backends.get(kind, ranks=setup.ranks, adversary=seed)

@@ -20,9 +20,12 @@ def of(name, dtype, **sizes):
 
 
 def agree(emulator, name, given, seeds, **batch):
-    expected = leaves(ascend(given.ranks), serially(given, name), given, **batch)
+    """Of the step as the backend lowers it, which is how a model runs."""
+    backend = ascend(given.ranks)
+    step = backend.lower(given.step)
+    expected = leaves(backend, serially(step, name), given, **batch)
     assert all(leaf.isfinite().all() for leaf in expected)
-    trial = Trial(ascend(given.ranks), schedule(given.step, orchestrations.NAMED[name]), given, **batch)
+    trial = Trial(backend, schedule(step, orchestrations.NAMED[name]), given, **batch)
     for seed in seeds:
         emulator.seed(seed)
         assert equal(trial(), expected), f"seed {seed}"
@@ -37,7 +40,9 @@ def test_the_bits_are_those_of_the_serial_program(emulator, name, ranks):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("form", [{}, {"replicate_query": True, "project_before_merge": True}])
+@pytest.mark.parametrize(
+    "form", [{}, {"replicate_query": True, "project_before_merge": True}, {"quantization": "w8a8"}]
+)
 def test_everywhere_the_bits_are_those_of_the_serial_program(emulator, name, ranks, dtype, form):
     for history, query in LENGTHS:
         given = of(name, dtype, ranks=ranks, layers=2, **form)
