@@ -10,7 +10,7 @@ from mla_fx.effects import Step, check, schedule
 from tests.backends.ascend.experts import Experts
 from tests.backends.ascend.steps import ascend as on_ascend
 from tests.backends.ascend.steps import equal, leaves, setup
-from tests.setups import Setup
+from tests.setups import ANYWHERE, Setup
 
 STEPS = {
     "attention": {},
@@ -42,15 +42,15 @@ def test_every_fusion_is_found_in_some_step():
 
 @each_step
 def test_a_lowered_step_is_one_like_any_other(sizes):
-    """The same inputs and outputs, legal under every orchestration, and nothing more to find."""
+    """The same inputs and outputs, legal under orchestrations of any step, and nothing more to find."""
     given = setup("bf16", **sizes)
     step = lowered(given)
     assert (step.inputs, step.outputs, step.tree) == (given.step.inputs, given.step.outputs, given.step.tree)
     assert {name: step.avals()[name] for name in step.outputs} == {
         name: given.step.avals()[name] for name in step.outputs
     }
-    for orchestration in orchestrations.NAMED.values():
-        check(schedule(step, orchestration))
+    for name in ANYWHERE:
+        check(schedule(step, orchestrations.NAMED[name]))
     for one in ascend.TABLE.passes:
         assert one(step) == step
 
