@@ -53,7 +53,9 @@ $(VENV)/.run: pyproject.toml | $(BIN)/python
 $(VENV)/.test: $(VENV)/.run
 	$(INSTALL) '.[test]'
 	@case "$$(uname -sm)" in "Linux x86_64") \
-	  $(BIN)/python -m mla_fx.backends.ascend.emulator --install && $(BIN)/python tests/backends/kernels/interpreter.py ;; esac
+	  $(BIN)/python -m mla_fx.backends.ascend.emulator --install && \
+	  { $(BIN)/python tests/backends/kernels/interpreter.py || \
+	    echo 'triton-ascend cannot be had: the tests of the kernels are skipped' >&2; } ;; esac
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
