@@ -24,7 +24,7 @@ from mla_fx.effects.aval import FLOATS
 from mla_fx.effects.validate import boolean, integer, one_of, word
 from mla_fx.exchange import all_reduce, all_to_all, combine, gather_heads
 from mla_fx.parameters import AttentionParams, Cache, QueryLora, QueryPlain
-from mla_fx.passes import project_before_merge, replicate_query
+from mla_fx.passes import expand_current, project_before_merge, replicate_query
 from mla_fx.projections import absorb_query, join_tokens, linear, rms_norm, rope, rope_angles, split_tokens, v_up
 from mla_fx.sharding import Sharding
 from mla_fx.weights import Form, attention_weights, avals, shares
@@ -43,11 +43,11 @@ class StepShape:
     """The sizes a program is built for; lengths, slots and tables are inputs and may change at every step.
 
     `ranks` W, `tokens` T and `requests` B with padding, `blocks` C of `block_size` S in a rank's cache,
-    `table_width` M, activation `dtype`; `replicate_query` and `project_before_merge`: the passes of these names
-    (`mla_fx.passes`); `round_angles`: rotary angles in `dtype` instead of float32, for operators that want them so
-    (`ops.RopeAngles`); `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate,
-    embedding and head; `split`: the scope that runs in two micro-batches (`SPLITS`), each with a batch of its own;
-    `workspace`: the scratch of the attention operators, by name.
+    `table_width` M, activation `dtype`; `replicate_query`, `project_before_merge` and, beside this one,
+    `expand_current`: the passes of these names (`mla_fx.passes`); `round_angles`: rotary angles in `dtype` instead of
+    float32, for operators that want them so (`ops.RopeAngles`); `quantization` "w8a8": projections take 8-bit weights,
+    all but the absorbed ones, the gate, embedding and head; `split`: the scope that runs in two micro-batches
+    (`SPLITS`), each with a batch of its own; `workspace`: the scratch of the attention operators, by name.
     """
 
     ranks: int = field(default=1, validator=integer(1))
@@ -59,6 +59,7 @@ class StepShape:
     dtype: str = field(default="bf16", validator=one_of(*FLOATS))
     replicate_query: bool = field(default=False, validator=boolean)
     project_before_merge: bool = field(default=False, validator=boolean)
+    expand_current: bool = field(default=False, validator=boolean)
     round_angles: bool = field(default=False, validator=boolean)
     quantization: str | None = field(default=None, validator=one_of(None, *QUANTIZATIONS))
     split: str | None = field(default=None, validator=one_of(None, *SPLITS))
@@ -67,6 +68,8 @@ class StepShape:
     def __attrs_post_init__(self) -> None:
         if self.split and self.tokens < 2:
             raise InputError(f"tokens: must be at least 2 to be split into micro-batches: got {self.tokens}")
+        if self.expand_current and not self.project_before_merge:
+            raise InputError("expand_current: must go with project_before_merge=True: got True without it")
 
     @property
     def tp(self) -> Group:
@@ -91,7 +94,7 @@ class StepShape:
     @property
     def plain(self) -> "StepShape":
         """The step as it is composed, before passes."""
-        return evolve(self, replicate_query=False, project_before_merge=False)
+        return evolve(self, replicate_query=False, project_before_merge=False, expand_current=False)
 
     @property
     def parts(self) -> tuple["StepShape", ...]:
@@ -220,7 +223,8 @@ def attention_step(config: MlaConfig, shape: StepShape) -> Step:
 def passed(step: Step, shape: StepShape) -> Step:
     """A step as it was composed, after the passes that its shape asks for."""
     step = replicate_query(step) if shape.replicate_query else step
-    return project_before_merge(step) if shape.project_before_merge else step
+    step = project_before_merge(step) if shape.project_before_merge else step
+    return expand_current(step) if shape.expand_current else step
 
 
 # --- shapes of the inputs ----------------------------------------------------

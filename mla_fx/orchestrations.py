@@ -29,7 +29,7 @@ exchange_aside: Final = Orchestration("exchange-aside", _exchange, streams=("com
 
 
 def _current(equation: Equation) -> str:
-    return "side" if isinstance(equation.op, ops.CurrentAttention) else MAIN
+    return "side" if isinstance(equation.op, ops.CurrentAttention | ops.ExpandedAttention) else MAIN
 
 
 #: Current attention on a side stream, while the main stream packs and exchanges the history part.

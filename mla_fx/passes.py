@@ -2,10 +2,12 @@
 
     replicate_query         every rank projects the queries of all heads, and nothing is gathered
     project_before_merge    values are projected before the exchange, so that V features of a head cross instead of L
+    expand_current          a prompt's new tokens attend to keys and values of every head, where that is less work
     prefetch_weights        a projection's weight is fetched into the cache while the collective before it runs
 
 The first two ask for parameters of other shapes, and change the inputs that have them; `mla_fx.weights` gives a
 rank's part in that form, so a step that is made with `StepShape(replicate_query=True)` has been through the pass.
+The third goes on from the second, with the same parameters; `expanding_saves` says when it is less work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,8 @@ from typing import Final
 
 from attrs import evolve
 
-from mla_fx.effects import Aval, Equation, Op, Step, StepError, ops
+from mla_fx.config import MlaConfig
+from mla_fx.effects import Aval, Equation, Found, Op, Step, StepError, ops, rewrite
 from mla_fx.effects.op import stem
 from mla_fx.effects.step import Names
 
@@ -84,6 +87,55 @@ def project_before_merge(step: Step) -> Step:
         )
         new[up.results] = ()
     return _replaced(step, new, grown)
+
+
+def expand_current(step: Step) -> Step:
+    """The current part with a key and a value of every head, which the new tokens' latents are expanded to.
+
+        (w_uk[n]^T q) . latent[j]  =  q . (w_uk[n] latent[j])        W_UV^T sum_j p[j] latent[j]  =  sum_j p[j] v[j]
+
+    Of a step that projects before it merges, where the current part is a part of values; any other is left as it
+    is, since there the merge wants latents of it.  The history stays in the latent.  Source: the prompt's attention
+    of DeepSeek-V2, which absorbs nothing; vLLM's and vLLM-Ascend's prefill.
+    """
+    producer = _Producers(step)
+
+    def match(step: Step, up: Equation) -> Found | None:
+        current = producer.of.get(up.operands[0])
+        if not isinstance(up.op, ops.VUp) or current is None or not isinstance(current.op, ops.CurrentAttention):
+            return None
+        q_latent, q_rope, latent, k_rope, lengths = current.operands
+        taken = producer(q_latent, ops.AbsorbQuery, ops.LocalHeads)
+        own = isinstance(taken.op, ops.LocalHeads)
+        absorb = producer(taken.operands[0], ops.AbsorbQuery) if own else taken
+        q, w_uk = absorb.operands
+        op = ops.ExpandedAttention(current.op.scale, up.op.group, current.op.workspace)
+        operands = (q, q_rope, latent, k_rope, w_uk, up.operands[1], lengths)
+        whole = Equation(op, operands, (*up.results, current.results[1]), current.tag)
+        return Found((taken, current, up) if own else (current, up), whole)
+
+    return rewrite(step, match)
+
+
+def expanding_saves(config: MlaConfig, lengths: Sequence[int], *, plain: bool = False) -> int:
+    """Multiply-adds of a head that `expand_current` saves where requests have these many new tokens.
+
+        absorbed    pairs * (2 L + R)   + tokens * L V
+        expanded    pairs * (P + R + V) + tokens * L (P + V)        pairs = sum over requests of n (n + 1) / 2
+
+    Less than 0 where it costs more.  A step that is `plain` would else project no values before it merges, so the
+    expanded form has nothing to set against its products: tokens * L V are not saved.  For DeepSeek-V3 it pays for
+    a request of 170 new tokens, and of a plain step of 341.
+
+    >>> config = MlaConfig.deepseek_v3()
+    >>> [expanding_saves(config, [n]) > 0 for n in (1, 64, 169, 170, 4096)]
+    [False, False, False, True, True]
+    >>> [expanding_saves(config, [n], plain=True) > 0 for n in (340, 341)]
+    [False, True]
+    """
+    latent, nope, value = config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim
+    tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+    return pairs * (2 * latent - nope - value) - tokens * latent * (nope + (value if plain else 0))
 
 
 def prefetch_weights(step: Step) -> Step:

@@ -24,6 +24,7 @@ from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
 from mla_fx.models.stack import model_step, mtp_step
 from mla_fx.parameters import empty_cache
+from mla_fx.passes import expanding_saves
 from mla_fx.sharding import Sharding
 
 
@@ -70,6 +71,7 @@ class Runner:
 
     `shape` says ranks, dtype, blocks, block size, table width and the number of requests; its tokens do not matter.
     `interleave` is that of the sharding.  Steps are split into micro-batches as their orchestration wants it.
+    `expand`: a step that fills in prompts goes through `expand_current` where that saves multiply-adds.
     """
 
     config: ModelConfig
@@ -81,6 +83,7 @@ class Runner:
     orchestration: Orchestration | Callable[[Equation], str] = orchestrations.attention_aside
     prefill_orchestration: Orchestration | Callable[[Equation], str] = orchestrations.serial
     mode: Mode = "minimal"
+    expand: bool = True
     #: How sequences lie over ranks and blocks.
     sharding: Sharding = field(init=False)
     programs: dict[tuple[Any, ...], Callable[..., Any]] = field(factory=dict, init=False)
@@ -132,7 +135,7 @@ class Runner:
         tokens, shape, batches = self._batches(pieces, filling)
         wanted = _integers(rows, round_up(len(rows)))
         run = self._program(
-            ("model", shape.tokens, len(wanted), filling),
+            ("model", shape.tokens, len(wanted), shape.expand_current, filling),
             lambda: model_step(self.config, shape, rows=len(wanted), hidden=True),
             self.params,
             filling,
@@ -155,7 +158,7 @@ class Runner:
         wanted = _integers(rows, round_up(len(rows)))
         given = hidden[0].shape[0]
         run = self._program(
-            ("mtp", shape.tokens, len(wanted), given, filling),
+            ("mtp", shape.tokens, len(wanted), given, shape.expand_current, filling),
             lambda: mtp_step(self.config, shape, given=given, rows=len(wanted)),
             self.mtp,
             filling,
@@ -171,6 +174,8 @@ class Runner:
         tokens = [token for piece in pieces for token in piece.tokens]
         split = self._chosen(filling).split
         shape = evolve(self.shape, tokens=max(round_up(len(tokens)), 2 if split else 1), split=split)
+        if filling and self._expands(pieces):
+            shape = evolve(shape, project_before_merge=True, expand_current=True)
         batches = plan_step(
             self.sharding,
             shape,
@@ -179,6 +184,16 @@ class Runner:
             block_table=[piece.table for piece in pieces],
         )
         return tokens, shape, [batches[rank] for rank in self.backend.here]
+
+    def _expands(self, pieces: Sequence[Piece]) -> bool:
+        """Whether `expand_current` saves multiply-adds, and the parameters are in the form that it wants.
+
+        They are, on a rank alone, in any form: its own heads are all heads.
+        """
+        plain = not self.shape.project_before_merge
+        if not self.expand or (plain and self.shape.ranks > 1):
+            return False
+        return expanding_saves(self.config.attention, [len(piece.tokens) for piece in pieces], plain=plain) > 0
 
     def _chosen(self, filling: bool) -> Orchestration:
         return orchestration(self.prefill_orchestration if filling else self.orchestration)

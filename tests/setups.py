@@ -77,6 +77,7 @@ class Setup:
     table_width: int = 6
     replicate_query: bool = False
     project_before_merge: bool = False
+    expand_current: bool = False
     round_angles: bool = False
     quantization: str | None = None
     split: str | None = None
@@ -94,6 +95,7 @@ class Setup:
             dtype=self.dtype,
             replicate_query=self.replicate_query,
             project_before_merge=self.project_before_merge,
+            expand_current=self.expand_current,
             round_angles=self.round_angles,
             quantization=self.quantization,
             split=self.split,

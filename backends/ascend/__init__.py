@@ -24,6 +24,7 @@ from mla_fx.backends.ascend import (
     absorb_query,
     combine,
     current_attention,
+    expanded_attention,
     fused,
     gating_top_k,
     grouped_linear,
@@ -50,6 +51,7 @@ TABLE: Final = Table(
         ops.AbsorbQuery: absorb_query.rule,
         ops.Combine: combine.rule,
         ops.CurrentAttention: current_attention.rule,
+        ops.ExpandedAttention: expanded_attention.rule,
         ops.GatingTopK: gating_top_k.rule,
         ops.GroupedLinear: grouped_linear.rule,
         ops.HistoryAttention: history_attention.rule,
@@ -68,6 +70,7 @@ TABLE: Final = Table(
     takes={
         ops.Combine: combine.takes,
         ops.CurrentAttention: current_attention.takes,
+        ops.ExpandedAttention: expanded_attention.takes,
         ops.GroupedLinear: grouped_linear.takes,
         ops.HistoryAttention: history_attention.takes,
         ops.PermuteTokens: permute_tokens.takes,

@@ -15,6 +15,7 @@ from mla_fx.effects.ops.all_to_all import AllToAll as AllToAll
 from mla_fx.effects.ops.combine import Combine as Combine
 from mla_fx.effects.ops.current_attention import CurrentAttention as CurrentAttention
 from mla_fx.effects.ops.embedding import Embedding as Embedding
+from mla_fx.effects.ops.expanded_attention import ExpandedAttention as ExpandedAttention
 from mla_fx.effects.ops.gate_logits import GateLogits as GateLogits
 from mla_fx.effects.ops.gather_heads import GatherHeads as GatherHeads
 from mla_fx.effects.ops.gating_top_k import GatingTopK as GatingTopK
@@ -50,6 +51,7 @@ ALL: Final[tuple[type[Op], ...]] = (
     LocalHeads,
     HistoryAttention,
     CurrentAttention,
+    ExpandedAttention,
     AllToAll,
     Combine,
     VUp,

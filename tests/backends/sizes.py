@@ -148,6 +148,27 @@ def _current(s: Step) -> list[Case]:
     ]
 
 
+def _expanded(s: Step) -> list[Case]:
+    """Own heads of weights that are of own heads, and of those that are of all."""
+    keys = (s.real(s.tokens, LATENT), s.real(s.tokens, ROPE))
+    query = s.requests()[0]
+    return [
+        Case(
+            ops.ExpandedAttention(0.07, s.group),
+            (
+                s.real(s.tokens, asked * (NOPE + ROPE)),
+                s.real(s.tokens, s.heads, ROPE),
+                *keys,
+                s.real(asked, NOPE, LATENT),
+                s.real(valued, LATENT, value),
+                Aval((len(query),), "int64"),
+            ),
+            {"query_lengths": query},
+        )
+        for asked, valued, value in ((s.heads, s.heads, VALUE), (HEADS, HEADS, VALUE), (s.heads, HEADS, 2 * VALUE))
+    ]
+
+
 def _all_to_all(s: Step) -> list[Case]:
     return [Case(ops.AllToAll(s.group), (s.real(s.tokens, HEADS, LATENT), s.wide(s.tokens, HEADS)))]
 
@@ -283,6 +304,7 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ops.LocalHeads: _single(lambda s: Case(ops.LocalHeads(s.group), (s.real(s.tokens, HEADS, LATENT),))),
     ops.HistoryAttention: _history,
     ops.CurrentAttention: _current,
+    ops.ExpandedAttention: _expanded,
     ops.AllToAll: _all_to_all,
     ops.Combine: _combine,
     ops.VUp: _v_up,

@@ -6,7 +6,7 @@ import torch.utils._pytree as pytree
 from attrs import define, evolve, field
 
 from mla_fx import StepShape, backends, orchestrations
-from mla_fx.effects import InputError, Keep
+from mla_fx.effects import InputError, Keep, ops
 from mla_fx.models import Checkpoint, Engine, Loader, MtpDrafter, Runner
 from mla_fx.models.runner import Piece
 from tests.models.served import finish, make_runner, oracle, random_prompts, run, small
@@ -175,6 +175,43 @@ def test_conservative_programs():
         finish(Engine(runner=runner, chunk=16), [[5]], 3)
         kept.append(sum(program.count(Keep) for program in machine.programs))
     assert kept[0] == 0 < kept[1]
+
+
+def expanded(program):
+    return any(isinstance(launch.op, ops.ExpandedAttention) for launch in program.launches)
+
+
+def test_prompts_that_are_long_enough_are_expanded():
+    """By the count: 32 new tokens of a request here, L = 16 and P = V = 8; steps that decode never are."""
+    machine, runner = counting(mtp=True)
+    for count in (31, 32, 1):
+        piece = Piece(tokens=TEXT[:count], start=0, table=TABLE)
+        _, hidden = runner.forward([piece], [0], filling=count > 1)
+        runner.predict([piece], hidden, range(count), [0], filling=count > 1)
+    runner.forward([Piece(tokens=TEXT[:16], start=0, table=TABLE[k * 4 :]) for k in range(2)], [0], filling=True)
+    runner.forward([Piece(tokens=TEXT[:32], start=0, table=TABLE)], [0], filling=False)
+    assert [expanded(program) for program in machine.programs] == [False, False, True, True, *[False] * 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "form", "options", "taken"),
+    [
+        (1, {}, {}, True),
+        (1, {"replicate_query": True}, {}, True),
+        (2, {"project_before_merge": True}, {}, True),
+        (2, {"project_before_merge": True, "replicate_query": True}, {}, True),
+        (1, {}, {"expand": False}, False),
+        (2, {}, {}, False),
+    ],
+)
+def test_an_expanded_prompt_says_what_it_would_have_said(ranks, form, options, taken):
+    """Two chunks, the second with a history, and the text behind them; where the parameters are in the form for it."""
+    machine = Counting(backends.get("cpu", ranks=ranks))
+    shape = StepShape(ranks=ranks, blocks=64, block_size=4, table_width=32, dtype="fp32", **form)
+    runner = Runner.load(Checkpoint.open(small()), machine, shape=shape, **options)
+    prompt = (TEXT * 2)[:70]
+    assert finish(Engine(runner=runner, chunk=36), [prompt], 8) == [oracle(small()).greedy(prompt, 8)]
+    assert any(map(expanded, machine.programs)) == taken
 
 
 # --- trees and refusals -----------------------------------------------------

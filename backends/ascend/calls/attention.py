@@ -1,8 +1,9 @@
-"""Attention over a latent: npu_fused_infer_attention_score_v2 in layout TND, or plain torch in float32.
+"""Attention over a latent, and over keys and values of heads: npu_fused_infer_attention_score_v2 in layout TND.
 
 The operator takes bf16 and fp16, L = 512 with R = 64, one KV head, and 1, 2,
 4, .. 128 query heads; other head counts are padded with zeros and trimmed.  In
 float32, which it does not take, the same is computed with matrix products.
+Of expanded keys it takes P = 128 with R = 64, V = 128, and any head count.
 
 It writes 0 and LSE = +inf where a row sees no key; here that is LSE = -inf.
 Which rows those are is decided by lengths, never by looking at an LSE, and
@@ -32,7 +33,7 @@ from mla_fx.effects import Aval
 
 #: Query heads that the operator takes for L = 512.
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-LATENT, ROPE = 512, 64
+LATENT, ROPE, HEAD = 512, 64, 128
 _MASK = 2048
 
 
@@ -55,6 +56,37 @@ def takes(q_latent: Aval, q_rope: Aval) -> str | None:
     if not 1 <= q_latent.shape[1] <= HEADS[-1]:
         return f"heads: attention on ascend takes 1 to {HEADS[-1]}: got {q_latent.shape[1]}"
     return None
+
+
+def expands(nope: int, rope: int, value: int) -> bool:
+    """Whether the operator takes expanded keys and values of these features a head."""
+    return (nope, rope, value) == (HEAD, ROPE, HEAD)
+
+
+def expanded(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    k: torch.Tensor,
+    k_rope: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    lengths: Sequence[int],
+    workspace: Scratch,
+    **how: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`q`, `k`, `v` [T, N, 128] and `q_rope`, `k_rope` [T, N, 64] -> output [T, N, 128] and LSE [T, N].
+
+    A request's keys are its new tokens; both are 0 in rows that no request owns.  `how` as in `fused`.
+    """
+    real = sum(lengths)
+    out, lse = torch.empty_like(v), v.new_empty(v.shape[:2], dtype=torch.float32)
+    if real:
+        into = [part[:real] for part in (out, lse)]
+        _call([q.contiguous(), q_rope.contiguous()], (k, k_rope, v), into, lengths, lengths, workspace, how)
+    if real < len(v):
+        out[real:].zero_()
+        lse[real:].zero_()
+    return out, lse
 
 
 def fused(
@@ -82,7 +114,7 @@ def fused(
         size = next(count for count in HEADS if count >= heads)
         queries = [_padded(part, size) for part in (q_latent, q_rope)]
         into = (out, lse) if size == heads else (torch.empty_like(queries[0]), lse.new_empty((tokens, size)))
-        _call(queries, (latent, k_rope), [part[:real] for part in into], lengths, keys, workspace, how)
+        _call(queries, (latent, k_rope, latent), [part[:real] for part in into], lengths, keys, workspace, how)
         if size != heads:
             out.copy_(into[0][:, :heads])
             lse.copy_(into[1][:, :heads])
@@ -105,7 +137,7 @@ def _padded(query: torch.Tensor, size: int) -> torch.Tensor:
 
 def _call(
     queries: Sequence[torch.Tensor],
-    stored: tuple[torch.Tensor, torch.Tensor],
+    stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     into: Sequence[torch.Tensor],
     lengths: Sequence[int],
     keys: Sequence[int],
@@ -118,7 +150,7 @@ def _call(
     paged = "block_table" in how
     options = {
         "num_query_heads": queries[0].shape[1],
-        "num_key_value_heads": 1,  # the default means as many as query heads
+        "num_key_value_heads": stored[0].shape[1],  # of a latent 1; the default means as many as query heads
         "input_layout": "TND",
         "return_softmax_lse": True,
         **{"softmax_scale" if name == "scale" else name: value for name, value in how.items()},
@@ -126,9 +158,9 @@ def _call(
 
     def given(tokens: int, ends: list[int], kv: list[int]) -> tuple[list[torch.Tensor], dict[str, Any]]:
         query, rope = (part[:tokens] for part in queries)
-        latent, k_rope = stored if paged else (part[:tokens] for part in stored)
+        key, k_rope, value = stored if paged else (part[:tokens] for part in stored)
         lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": kv}
-        return [query, latent, latent], {"query_rope": rope, "key_rope": k_rope, **lists, **options}
+        return [query, key, value], {"query_rope": rope, "key_rope": k_rope, **lists, **options}
 
     def most() -> int:  # bytes for the shapes of the program, whatever the lengths of this step
         tokens, requests = queries[0].shape[0], len(lengths)

@@ -1,7 +1,8 @@
-"""Emulated attention: FIA for the latent decode, in both of its versions.
+"""Emulated attention: FIA for the latent decode and for a prompt, in both of its versions.
 
 Refused is what CANN refuses on an A2 (the checks of its tiling, and the aclnn documentation where nothing is checked),
-as far as the latent decode goes: D = 512 with rope 64, one KV head.  Documented, but not checked, is less: paging with
+as far as the latent decode goes: D = 512 with rope 64, one KV head; and a prompt of expanded heads: D = 128 with rope
+64, as many KV heads as query heads, TND without paging.  Documented, but not checked, is less: paging with
 TND, no LSE, up to 16 queries a request; that is not refused here, and no NPU has confirmed it.  Other uses are refused
 as not emulated.  Computed in float64 and rounded once, so closer than an NPU is.
 """
@@ -71,52 +72,62 @@ def run(workspace: torch.Tensor, fia: Fia) -> None:
     out, lse = torch.zeros_like(stored[0]), torch.full((*stored[0].shape[:-1], 1), math.inf, dtype=torch.float64)
     for request, ((start, end), keys) in enumerate(zip(fia.query_spans(), fia.key_spans(), strict=True)):
         place: Any = slice(start, end) if fia.packed else (request, slice(start, end))
-        c, rope = _keys(fia, request, keys)
-        if c.shape[0]:
+        key, rope, value = _keys(fia, request, keys)
+        if key.shape[0]:
             query, query_rope = (part[place] for part in stored)
-            out[place], lse[place] = _attend(fia, request, query, query_rope, c, rope)
+            out[place], lse[place] = _attend(fia, request, query, query_rope, key, rope, value)
     fia.rows(fia.out, fia.out_layout, fia.num_heads).copy_(out)
     if fia.softmax_lse_flag:
         fia.softmax_lse.copy_(lse if fia.packed else lse.transpose(1, 2))
 
 
 def _attend(
-    fia: Fia, request: int, query: torch.Tensor, query_rope: torch.Tensor, c: torch.Tensor, rope: torch.Tensor
+    fia: Fia,
+    request: int,
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    key: torch.Tensor,
+    rope: torch.Tensor,
+    values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [S, N, ...] over keys [K, ...], K > 0."""
-    scores = torch.einsum("snl,kl->snk", query, c) + torch.einsum("snr,kr->snk", query_rope, rope)
+    """Queries [S, N, ...] over keys and values [K, ...], or [K, N, ...], K > 0."""
+    per = "kn" if fia.prompt else "k"
+    scores = torch.einsum(f"snl,{per}l->snk", query, key) + torch.einsum(f"snr,{per}r->snk", query_rope, rope)
     scores = scores * fia.scale
-    values, unseen = c, torch.zeros(query.shape[0], dtype=torch.bool)
+    unseen = torch.zeros(query.shape[0], dtype=torch.bool)
     if fia.sparse_mode == 3:
-        hidden = _behind(fia, query.shape[0], c.shape[0])
+        hidden = _behind(fia, query.shape[0], len(key))
         scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
-        values, unseen = c.masked_fill(hidden.all(0).unsqueeze(-1), 0), hidden.all(1)
+        values, unseen = values.masked_fill(hidden.all(0).view(-1, *[1] * (values.dim() - 1)), 0), hidden.all(1)
     elif fia.atten_mask is not None:
         mask = fia.atten_mask.flatten(0, -3)  # one for each request, or one for all
-        hidden = mask[request % mask.shape[0], : query.shape[0], : c.shape[0]].bool()
+        hidden = mask[request % mask.shape[0], : query.shape[0], : len(key)].bool()
         scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf).masked_fill(hidden.all(1)[:, None, None], _MASKED)
         unseen = hidden.all(1) & bool(fia.inner_precise & 2)
     scores = scores.masked_fill(unseen[:, None, None], 0)
     lse = torch.logsumexp(scores, -1, keepdim=True)
-    out = torch.einsum("snk,kl->snl", torch.exp(scores - lse), values)
+    out = torch.einsum(f"snk,{per}l->snl", torch.exp(scores - lse), values)
     blind = unseen[:, None, None]
     return out.masked_fill(blind, 0), lse.masked_fill(blind, math.inf)
 
 
-def _keys(fia: Fia, request: int, span: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent and rope of a request's keys, [K, 512] and [K, 64]."""
+def _keys(fia: Fia, request: int, span: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a request's keys the latent and rope, [K, 512] and [K, 64], and the latent again; of a prompt [K, N, ...]."""
     start, end = span
+    if fia.prompt:
+        key, rope, value = (part[start:end].double() for part in (fia.key[0], fia.key_rope, fia.value[0]))
+        return key, rope, value
     parts = (fia.key[0], fia.key_rope)
     if fia.block_table is None:
         flat = (fia.rows(part, fia.layout, 1) for part in parts)
         first, second = (part[start:end, 0] if fia.packed else part[request, start:end, 0] for part in flat)
-        return first.double(), second.double()
+        return first.double(), second.double(), first.double()
     blocks = fia.block_table[request, : -(-end // fia.block_size)].long()
     if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < fia.key[0].shape[0]:
         raise IndexError(f"block_table: ids must be in 0..{fia.key[0].shape[0] - 1}: got {blocks.tolist()}")
     paged = (part if part.dim() == 3 else part[:, 0] for part in parts)  # [blocks, size, D]
     first, second = (part[blocks].flatten(0, 1)[:end] for part in paged)
-    return first.double(), second.double()
+    return first.double(), second.double(), first.double()
 
 
 def _behind(fia: Fia, queries: int, keys: int) -> torch.Tensor:

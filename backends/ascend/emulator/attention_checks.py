@@ -1,4 +1,4 @@
-"""What fused infer attention score refuses of the latent decode; see `attention`."""
+"""What fused infer attention score refuses of the latent decode and of a prompt; see `attention`."""
 
 import re
 from itertools import pairwise
@@ -8,7 +8,7 @@ import torch
 from mla_fx.backends.ascend.emulator.fia import ABSENT, LAYOUTS, RENAMED, Fia
 from mla_fx.backends.ascend.emulator.operator import RefusedError, require, tiling
 
-LATENT, ROPE, MASK = 512, 64, 2048
+LATENT, PROMPT, ROPE, MASK = 512, 128, 64, 2048
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -39,26 +39,44 @@ def _check(fia: Fia) -> None:
 def _check_tensors(fia: Fia) -> None:
     query, heads = fia.query, fia.num_heads
     tiling(query.dtype in (torch.float16, torch.bfloat16), f"query must be float16 or bfloat16: got {query.dtype}")
-    tiling(heads in _HEADS, f"num_heads must be one of {_HEADS} for D = 512: got {heads}")
+    if not fia.prompt:
+        tiling(heads in _HEADS, f"num_heads must be one of {_HEADS} for D = 512: got {heads}")
     axes = len(fia.layout)
     tiling(query.dim() == axes, f"query must have {axes} axes in {fia.layout}: got {list(query.shape)}")
     if fia.layout == "BSH":
         wide = heads * LATENT
         tiling(query.shape[2] == wide, f"query must have {heads} * 512 features: got {query.shape[2]}")
     rows = fia.rows(query, fia.layout, heads)
-    require(rows.shape[-1] == LATENT, f"query: only D = 512 is emulated: got {rows.shape[-1]}")
+    width = rows.shape[-1]
+    require(width in (LATENT, PROMPT), f"query: only D = 512 and D = 128 are emulated: got {width}")
     tiling(rows.shape[-2] == heads, f"num_heads must be N = {rows.shape[-2]}: got {heads}")
-    tiling(fia.num_key_value_heads == 1, f"num_key_value_heads must be 1 for D = 512: got {fia.num_key_value_heads}")
+    if fia.prompt:
+        _check_prompt(fia)
+    else:
+        count = fia.num_key_value_heads
+        tiling(count == 1, f"num_key_value_heads must be 1 for D = 512: got {count}")
     for name in ABSENT:
-        tiling(fia.given[name] is None, f"{name} must be absent for D = 512")
+        tiling(fia.given[name] is None, f"{name} must be absent for D = {width}")
     for name, tensor in (("key", fia.key[0]), ("value", fia.value[0])):
         tiling(tensor.dtype == query.dtype, f"{name} must have the dtype of query, {query.dtype}: got {tensor.dtype}")
-        tiling(tensor.shape[-1] == LATENT, f"{name} must have D = 512: got {tensor.shape[-1]}")
+        tiling(tensor.shape[-1] == width, f"{name} must have D = {width}: got {tensor.shape[-1]}")
     _check_rope(fia)
+
+
+def _check_prompt(fia: Fia) -> None:
+    plain = fia.input_layout == "TND" and fia.block_table is None
+    require(plain, f"query: D = 128 is emulated in TND without paging: got {fia.input_layout}")
+    heads, count = fia.num_heads, fia.num_key_value_heads
+    require(count in (0, heads), f"num_key_value_heads: only N = {heads} is emulated for D = 128: got {count}")
+    require(fia.sparse_mode in (0, 3), f"sparse_mode: only 0 and 3 are emulated for D = 128: got {fia.sparse_mode}")
+    key, value = (list(part[0].shape) for part in (fia.key, fia.value))
+    tiling(key[1:2] == [heads], f"key must have {heads} heads for D = 128: got {key}")
+    tiling(value == key, f"value must have the shape of key, {key}: got {value}")
 
 
 def _check_rope(fia: Fia) -> None:
     both = fia.query_rope is not None and fia.key_rope is not None
+    require(both or not fia.prompt, "query_rope and key_rope: only D = 128 with both is emulated")
     tiling(both, "query_rope and key_rope are needed for D = 512")
     features = fia.num_heads * ROPE if fia.layout == "BSH" else ROPE
     for name, shape, dtype in (
@@ -101,7 +119,7 @@ def _check_key_lengths(fia: Fia) -> None:
         axes = len(fia.layout)
         tiling(key.dim() == axes, f"key must have {axes} axes without paging in {fia.layout}: got {list(key.shape)}")
         heads = 1 if fia.layout == "BSH" else fia.rows(key, fia.layout, 1).shape[-2]
-        tiling(heads == 1, f"key must have 1 head without paging: got {list(key.shape)}")
+        tiling(heads == 1 or fia.prompt, f"key must have 1 head without paging: got {list(key.shape)}")
     if not keys:
         tiling(not paged, "actual_seq_lengths_kv is needed with paging")
         require(not fia.packed, "actual_seq_lengths_kv is needed for TND")

@@ -118,6 +118,11 @@ class Fia:
         return bool(self.input_layout.startswith("TND"))
 
     @property
+    def prompt(self) -> bool:
+        """Whether keys and values are of every head, D = 128, as a prompt's are."""
+        return bool(self.query.shape[-1] == 128 and self.layout != "BSH")
+
+    @property
     def layout(self) -> str:
         """Axes of the query."""
         return str(self.input_layout.split("_")[0])

@@ -1,4 +1,4 @@
-"""The two attention rules on the emulator: lengths, empty rows, head counts, paging; against the reference."""
+"""The attention rules on the emulator: lengths, empty rows, head counts, paging; against the reference."""
 
 import math
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from mla_fx.backends import Run, reference
-from mla_fx.effects import ops
+from mla_fx.effects import Group, ops
 from tests.backends.ascend.conftest import close, on_device, random, to_device, with_gaps
-from tests.ops.conftest import fields
+from tests.ops.conftest import exact, fields
+from tests.ops.test_expanded_attention import by_hand
 
 pytestmark = pytest.mark.usefixtures("emulator")
 SIZES = {torch.bfloat16: (512, 64), torch.float16: (512, 64), torch.float32: (12, 4)}
@@ -83,6 +84,53 @@ def test_history_attention(rng, dtype, case):
 def test_current_attention(rng, dtype, case):
     query, _, tokens = case
     verify(ops.CurrentAttention(SCALE), *current(rng, dtype, query, tokens))
+
+
+def prompt(rng, dtype, query, tokens, *, heads=2, asked=None, nope=128, value=128):
+    """Operands of the expanded form; keys of size 1, and what no request owns NaN."""
+    asked, (latent, rope) = asked or heads, SIZES[dtype]
+    parts = [random(rng, tokens, size, dtype=dtype) for size in (asked * (nope + rope), heads * rope, latent, rope)]
+    for part in parts:
+        part[sum(query) :] = math.nan
+    parts[1] = parts[1].view(tokens, heads, rope)
+    weights = [random(rng, *size, dtype=dtype) for size in ((asked, nope, latent), (asked, latent, value))]
+    return *parts, *(weight / latent**0.5 for weight in weights), query
+
+
+def verify_prompt(operands, *, group=None, rank=0):
+    """Against the formula; keys and values are rounded on the way, as any projection is."""
+    want, want_lse = by_hand(*(exact(t) for t in operands[:-1]), operands[-1], scale=SCALE, rank=rank)
+    dtype, real = operands[0].dtype, sum(operands[-1])
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}[dtype]
+    for layout in (to_device, with_gaps):
+        got, lse = on_device(ops.ExpandedAttention(SCALE, group), *operands, layout=layout, rank=rank)
+        assert got.dtype == dtype and lse.dtype == torch.float32
+        torch.testing.assert_close(got.double(), torch.tensor(want), rtol=2 * step, atol=2 * step)
+        torch.testing.assert_close(lse[:real].double(), torch.tensor(want_lse)[:real], rtol=2 * step, atol=2 * step)
+        assert not got[real:].any() and (torch.isneginf(lse[real:]) | (lse[real:] == 0)).all()
+
+
+@each_dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_expanded_attention(rng, dtype, case):
+    query, _, tokens = case
+    verify_prompt(prompt(rng, dtype, query, tokens))
+
+
+def test_a_prompt_is_two_products_and_one_operator(rng, emulator):
+    """Any head count as it is, and no cast of a float; sizes that it does not take are attended to in the latent."""
+    for heads, value, features in ((3, 128, 128), (3, 256, 512)):
+        with emulator.tracing() as trace:
+            verify_prompt(prompt(rng, torch.bfloat16, (20, 1, 4), 26, heads=heads, value=value))
+        tasks = [task for task in trace if task.name == "aclnnFusedInferAttentionScoreV4"]
+        assert [task.operands[0][1] for task in tasks] == [(25, 3 if features == 128 else 4, features)] * 2
+        assert sum(task.name == "aclnnMm" for task in trace) == (4 if features == 128 else 0)
+        assert not any(task.casts for task in trace)
+
+
+@pytest.mark.parametrize("value", [128, 96])
+def test_a_prompt_takes_its_own_heads_of_all(rng, value):
+    verify_prompt(prompt(rng, torch.float16, (2, 3), 6, asked=4, value=value), group=Group("dcp", 2), rank=1)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 12, 16, 127, 128])

@@ -9,14 +9,14 @@ import pytest
 
 from mla_fx.backends.ascend.emulator import operator
 from mla_fx.backends.ascend.emulator.releases import RELEASES
-from tests.backends.ascend import expert_refusals, refusals
+from tests.backends.ascend import attention_refusals, expert_refusals, refusals
 from tests.backends.ascend.legal import LEGAL, make
 
 pytestmark = pytest.mark.usefixtures("emulator")
 PACKAGE = operator.__name__.rpartition(".")[0]
 FOLDER = Path(operator.__file__ or "").parent
 HELPERS = ("require", "tiling")
-TABLE = {**refusals.TABLE, **expert_refusals.TABLE}
+TABLE = {**attention_refusals.TABLE, **refusals.TABLE, **expert_refusals.TABLE}
 
 
 @pytest.mark.parametrize("call", LEGAL)

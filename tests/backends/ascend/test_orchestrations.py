@@ -62,6 +62,21 @@ def test_a_pass_against_the_reference(form, dtype):
         torch.testing.assert_close(ours.double(), exactly, rtol=0, atol={"bf16": 0.06, "fp32": 2e-5}[dtype])
 
 
+@pytest.mark.parametrize("form", [{}, {"replicate_query": True}])
+def test_an_expanded_prompt_against_the_reference(emulator, form):
+    """By the operator: one call over heads of 128 a rank, and the history's over the latent."""
+    given = setup("bf16", ranks=2, tokens=8, project_before_merge=True, expand_current=True, **form)
+    given = evolve(given, config=evolve(given.config, qk_nope_head_dim=128, v_head_dim=128))
+    program = schedule(given.step, orchestrations.attention_aside)
+    batch = {"history": (9, 5), "query": (5, 2)}
+    with emulator.tracing() as trace:
+        got = leaves(ascend(2), program, given, **batch)
+    widths = [task.operands[0][1][2] for task in trace if task.name == "aclnnFusedInferAttentionScoreV4"]
+    assert sorted(widths) == [128, 128, 512, 512]
+    for ours, exactly in zip(got, leaves(backends.get("reference", ranks=2), program, given, **batch), strict=True):
+        torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=0.06)
+
+
 def test_a_prefetch_reaches_the_device(emulator):
     """On its stream, each rank's weights whole, by npu_prefetch."""
     given = of("prefetch", "bf16")

@@ -75,6 +75,20 @@ def test_current_attention_refuses():
     assert why == "current_attention: heads: attention on ascend takes 1 to 128: got 129"
 
 
+@pytest.mark.parametrize(
+    ("heads", "latent", "dtype", "message"),
+    [
+        (1, 512, torch.float64, "q: on ascend must be bf16, fp16 or fp32: got fp64"),
+        (129, 512, torch.bfloat16, "heads: attention on ascend takes 1 to 128: got 129"),
+        (1, 256, torch.bfloat16, "L: attention on ascend in bf16 needs 512 (other sizes run in fp32): got 256"),
+    ],
+)
+def test_expanded_attention_refuses(heads, latent, dtype, message):
+    sizes = [(1, heads * 192), (1, heads, 64), (1, latent), (1, 64), (heads, 128, latent), (heads, latent, 128)]
+    why = refused(ops.ExpandedAttention(0.1), *(torch.zeros(size, dtype=dtype) for size in sizes), (1,))
+    assert why == f"expanded_attention: {message}"
+
+
 def test_combine_refuses():
     recv, recv_lse = torch.zeros(2, 1, 1, 8, dtype=torch.float64), torch.zeros(2, 1, 1, dtype=torch.float64)
     why = refused(ops.Combine(), recv, recv_lse, recv[0], recv_lse[0])
@@ -95,7 +109,7 @@ def test_write_rows_refuses(shape, dtype, message):
 
 def test_every_refusal_has_been_seen():
     """By a test here, of the experts' or of 8 bits; by its own where an op is this backend's."""
-    seen = {ops.HistoryAttention, ops.CurrentAttention, ops.Combine, ops.WriteRows}
+    seen = {ops.HistoryAttention, ops.CurrentAttention, ops.ExpandedAttention, ops.Combine, ops.WriteRows}
     elsewhere = {ops.PermuteTokens, ops.GroupedLinear, ops.UnpermuteTokens, ops.QuantLinear, ops.QuantGroupedLinear}
     assert set(ascend.TABLE.takes) & set(ops.ALL) == seen | elsewhere
 

@@ -99,7 +99,8 @@ def test_orchestrations_give_the_same_bits(on_cuda, dtype, orchestration, layers
 
 @pytest.mark.parametrize("name", [name for name in orchestrations.NAMED if name not in ANYWHERE])
 def test_orchestrations_of_whole_layers_give_the_same_bits(on_cuda, name):
-    given = Setup(ranks=2, layers=2, tokens=4, split=orchestrations.NAMED[name].split, project_before_merge=True)
+    form = {"project_before_merge": True, "expand_current": True}
+    given = Setup(ranks=2, layers=2, tokens=4, split=orchestrations.NAMED[name].split, **form)
     serial = leaves(on_cuda(2), schedule(given.step, orchestrations.serial), given)
     program = schedule(given.step, orchestrations.NAMED[name])
     assert all(map(torch.equal, leaves(on_cuda(2), program, given), serial))
@@ -110,6 +111,7 @@ def test_every_op_has_been_run():
     given = Setup(layers=3), Setup(layers=3, quantization="w8a8"), Setup(ranks=4, replicate_query=True)
     steps = [*(one.step for one in given), rows_step(given[0])]
     steps.append(prefetch_weights(Setup(tokens=4, split="attention").step))
+    steps.append(Setup(project_before_merge=True, expand_current=True).step)
     run = {type(launch.op) for step in steps for launch in schedule(step, orchestrations.serial).launches}
     assert run == set(ops.ALL)
 
