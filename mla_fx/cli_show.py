@@ -4,7 +4,7 @@ import argparse
 
 from attrs import evolve
 
-from mla_fx import StepShape, attention_step
+from mla_fx import StepShape, attention_step, models
 from mla_fx.cli import chosen_orchestration, named
 from mla_fx.cli_cost import report, table
 from mla_fx.effects import (
@@ -22,11 +22,11 @@ from mla_fx.effects import (
     schedule,
     violations,
 )
-from mla_fx.models import ModelConfig, deepseek_v3_config, load_config, model_step
+from mla_fx.models import ModelConfig
 
 
 def _step(options: argparse.Namespace) -> tuple[ModelConfig, StepShape, Step]:
-    config = load_config(options.model) if options.model else deepseek_v3_config()
+    config = models.load_config(options.model) if options.model else models.deepseek_v3_config()
     shape = StepShape(
         ranks=options.ranks,
         tokens=options.tokens,
@@ -43,7 +43,11 @@ def _step(options: argparse.Namespace) -> tuple[ModelConfig, StepShape, Step]:
         raise InputError(f"--orchestration: {options.orchestration} splits whole layers: must come with --layers")
     if options.layers is None:
         return config, shape, attention_step(config.attention, shape)
-    return config, shape, model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens)
+    return (
+        config,
+        shape,
+        models.model_step(evolve(config, num_hidden_layers=options.layers), shape, rows=options.tokens),
+    )
 
 
 def _program(options: argparse.Namespace, step: Step) -> Program:

@@ -45,7 +45,7 @@ def test_transformers_leaves_it_alone_too(machine):
 def test_without_cann_it_says_what_is_missing(apart):
     message = "backend: ascend needs torch_npu==2.13.0 (pip install 'mla-fx[ascend]') and CANN"
     assert apart["get"].startswith(f"InputError: {message}")
-    assert "mla_fx.backends.ascend.emulator.emulate() first: got " in apart["get"]
+    assert "call mla_fx.backends.ascend.emulator.emulate() first, or give --emulate to a command: got " in apart["get"]
     assert apart["status"] == 2 and message in apart["decode"] and "Traceback" not in apart["decode"]
 
 

@@ -200,8 +200,8 @@ def _attention(emulator, monkeypatch, **other) -> dict[str, Verdict]:
 
 def test_a_workspace_that_grows_with_lengths_is_seen(emulator, monkeypatch):
     """Lengths of keys are the seventh argument."""
-    usual = emulator._operators["aclnnFusedInferAttentionScoreV4"].scratch
-    verdicts = _attention(emulator, monkeypatch, scratch=lambda *given: usual(*given) + 64 * max(given[6]))
+    usual = emulator._operators["aclnnFusedInferAttentionScoreV4"].most
+    verdicts = _attention(emulator, monkeypatch, most=lambda *given: usual(*given) + 64 * max(given[6]))
     assert [case for case, verdict in verdicts.items() if verdict != "holds"] == ["one workspace for all lengths"]
 
 
@@ -224,9 +224,11 @@ def test_streams_that_do_not_wait_are_seen(emulator, monkeypatch):
 
 
 def test_programs_that_share_no_workspace_are_seen(emulator, monkeypatch):
-    def always_more(self, need, make):
-        self.held.append(make())
-        return self.held[-1]
+    held = []
+
+    def always_more(self, need, size):
+        held.append(torch.empty(size(), dtype=torch.uint8, device="npu"))
+        return held[-1]
 
     monkeypatch.setattr(Scratch, "room", always_more)
     memory = evolve(of(14), cases=of(14).cases[:1])

@@ -123,7 +123,7 @@ def test_command(capsys, emulator, two_points, tmp_path, monkeypatch):
     monkeypatch.setenv("HCCL_BUFFSIZE", "200")
     status, out, _ = command(capsys, "probe", "--emulate")
     assert status == 0 and not list(tmp_path.iterdir())
-    assert "torch_npu 2.13.0, CANN 9.1.0, device Ascend910B1, emulated, devices 1, processes 1" in out
+    assert "torch_npu 2.13.0, CANN 9.1.0, device Ascend910B1, emulated, devices 8, processes 1" in out
     assert "  TASK_QUEUE_ENABLE: 1\n" in out and "  HCCL_BUFFSIZE: 200\n" in out
     assert "  HCCL_OP_EXPANSION_MODE: not set (advised: AIV)\n" in out
     assert "   refused   float32                   561002: aclnnScatterPaKvCache: key must be" in out

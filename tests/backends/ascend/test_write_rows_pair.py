@@ -136,10 +136,10 @@ def test_other_backends_run_it_by_its_definition(name, layers):
 @pytest.mark.parametrize("layers", [None, 2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_fused_and_apart_give_the_same_bits(emulator, dtype, layers):
-    """A layer's step lowered, on the emulated device: one operator less for each rank and layer, under every seed."""
+    """A layer's step on the emulated device: one operator less for each rank and layer, under every seed."""
     given, backend = setup(dtype, layers=layers), backends.get("ascend", ranks=2)
     apart = schedule(given.step, orchestrations.attention_aside)
-    step = backend.lower(given.step)
+    step = lowered(given)
     assert count(step, WriteRowsPair) == (layers or 1)
     expected = leaves(backend, apart, given)
     trial = Trial(backend, schedule(step, orchestrations.attention_aside), given)
