@@ -25,7 +25,9 @@ def outcome(emulator, trial: Trial, seed: int) -> list[torch.Tensor] | None:
     """What a step gives under a seed; None when garbage made the device fault."""
     emulator.seed(seed)
     try:
-        return trial()
+        found = trial()
+        torch.npu.synchronize()  # what nothing waits for runs too, and its faults are of this step
+        return found
     except RuntimeError:
         emulator.recover()
         return None
