@@ -174,6 +174,7 @@ SPOILT = [
 ]
 
 
+@pytest.mark.cann("9.1")
 @pytest.mark.parametrize(("number", "name", "spoil", "seen"), SPOILT, ids=lambda x: getattr(x, "__name__", None))
 def test_what_differs_is_seen(emulator, monkeypatch, number, name, spoil, seen):
     """And asks something of the backend, if it rests on that."""

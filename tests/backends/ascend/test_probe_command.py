@@ -75,6 +75,7 @@ def test_a_device_that_cannot_be_opened_is_an_error_at_first_and_an_answer_later
     assert found[3].outcome.detail == "no NPU"
 
 
+@pytest.mark.cann("9.1")
 def test_what_the_process_of_a_probe_says(emulator):
     """Both ends of the pipe in this process."""
     hear, say = os.pipe()
@@ -117,6 +118,7 @@ def two_points(monkeypatch):
     monkeypatch.setattr(cli_probe, "POINTS", (of(6), of(7)))
 
 
+@pytest.mark.cann("9.1")
 def test_command(capsys, emulator, two_points, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
@@ -131,6 +133,7 @@ def test_command(capsys, emulator, two_points, tmp_path, monkeypatch):
     assert out.endswith("\n4 holds, 2 refused; nothing fails that the backend rests on\n")
 
 
+@pytest.mark.cann("9.1")
 def test_report(capsys, emulator, two_points, tmp_path, monkeypatch):
     """What does not hold that the backend rests on is marked, counted and the exit status."""
     spoilt = evolve(of(7), cases=(of(7).cases[0], evolve(of(7).cases[1], run=raises)))
