@@ -5,21 +5,23 @@ ops-transformer).  More are merged in slices, since the weights of a row are the
 same for all of its features, and what is no multiple of 8 is padded with zeros.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 _MOST, _MULTIPLE = 512, 8
 
 
-def update(lse: torch.Tensor, parts: list[torch.Tensor], kind: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lse` float32 [P, R], `parts` P of [R, D] -> merged [R, D]; of `kind` 1 the LSE of all, [R], too."""
-    operator, features = torch.ops.npu.npu_attention_update, parts[0].shape[1]
+def update(lse: Iterable[torch.Tensor], parts: list[torch.Tensor], kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`lse` P of float32 [R], `parts` P of [R, D] -> merged [R, D]; of `kind` 1 the LSE of all, [R], too."""
+    operator, features, lse = torch.ops.npu.npu_attention_update, parts[0].shape[1], list(lse)
     if features % _MULTIPLE == 0 and features <= _MOST:
-        merged, total = operator(list(lse), parts, kind)
+        merged, total = operator(lse, parts, kind)
         return merged, total
     found = []
     for start in range(0, features, _MOST):
         width = min(_MOST, features - start)
-        merged, total = operator(list(lse), [_padded(part[:, start : start + width]) for part in parts], kind)
+        merged, total = operator(lse, [_padded(part[:, start : start + width]) for part in parts], kind)
         found.append(merged[:, :width])
     return torch.cat(found, 1), total
 

@@ -17,6 +17,7 @@ from attrs import frozen
 
 from mla_fx.backends.ascend import combine
 from mla_fx.backends.ascend.calls import release
+from mla_fx.backends.ascend.calls.merge import update
 from mla_fx.backends.device import Run
 from mla_fx.backends.table import Fusion
 from mla_fx.effects import Aval, Equation, Found, Op, Step, Value, bind, ops, rewrite
@@ -55,7 +56,7 @@ def rule(
         return combine.rule(recv, recv_lse, local, local_lse, run=run, flat=False)
     rows = [part.reshape(-1, latent) for part in (*recv, local)]
     lses = [part.reshape(-1) for part in (*recv_lse, local_lse)]
-    merged, _ = torch.ops.npu.npu_attention_update(lses, rows, 0)
+    merged, _ = update(lses, rows, 0)
     return (merged.view(tokens, heads, latent),)
 
 

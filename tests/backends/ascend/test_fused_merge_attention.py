@@ -83,6 +83,13 @@ def test_the_operator(release, emulator, rng, dtype, ranks):
     assert torch.equal(strided, got)
 
 
+@pytest.mark.parametrize("latent", [12, 520])
+def test_any_features(emulator, rng, latent):
+    """As `ops.Combine`: those that the operator does not take, in slices and padded."""
+    given = parts(rng, torch.float32, 2, latent=latent)
+    close(on_device(MergeAttention(), *given)[0], right(ops.Combine(), *given)[0])
+
+
 def test_what_has_arrived_is_read_where_it_lies(emulator, rng):
     """Gaps between ranks cost nothing: every part is contiguous."""
     recv, lse, local, local_lse = (to_device(part) for part in parts(rng, torch.bfloat16, 3))
