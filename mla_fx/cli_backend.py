@@ -1,6 +1,7 @@
-"""The backend that a command asks for, emulated where it asks for that."""
+"""The backend that a command asks for, emulated where it asks for that, and the sizes that all commands have."""
 
 import argparse
+from typing import Any
 
 from mla_fx import StepShape, attention_step, backends
 from mla_fx.backends import Backend
@@ -33,3 +34,9 @@ def _refused(backend: Backend, config: ModelConfig, dtype: str) -> bool:
     step = backend.lower(attention_step(config.attention, StepShape(dtype=dtype)))
     avals = step.avals()
     return any(backend.refusal(e.op, *(avals[name] for name in e.operands)) for e in step.equations)
+
+
+def sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a `StepShape` that every command asks for, each by its own name."""
+    names = ("ranks", "block_size", "replicate_query", "project_before_merge", "round_angles", "quantization")
+    return {name: getattr(options, name) for name in names}

@@ -11,7 +11,7 @@ from attrs import define, field
 from tqdm import tqdm
 
 from mla_fx import StepShape, backends
-from mla_fx.cli_backend import chosen, dtype
+from mla_fx.cli_backend import chosen, dtype, sizes
 from mla_fx.effects import InputError, Orchestration
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY, problems
@@ -135,16 +135,11 @@ def _shape(options: argparse.Namespace, requests: int, longest: int, dtype: str)
     """Sizes in which every request has blocks for `longest` positions."""
     width = -(-longest // (options.block_size * options.ranks))
     return StepShape(
-        ranks=options.ranks,
         requests=requests,
         blocks=requests * width,
-        block_size=options.block_size,
         table_width=width,
         dtype=dtype,
-        replicate_query=options.replicate_query,
-        project_before_merge=options.project_before_merge,
-        round_angles=options.round_angles,
-        quantization=options.quantization,
+        **sizes(options),
     )
 
 

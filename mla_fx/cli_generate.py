@@ -10,7 +10,7 @@ from typing import Any
 from attrs import asdict, field, frozen
 
 from mla_fx import Sharding, StepShape
-from mla_fx.cli_backend import chosen, dtype
+from mla_fx.cli_backend import chosen, dtype, sizes
 from mla_fx.effects import InputError, Orchestration
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Request, Runner, Sampling, load_generation_config
 from mla_fx.models.addition import DIRECTORY, problems
@@ -64,16 +64,11 @@ class Asked:
         else:
             width = sharding.blocks(longest + options.drafts)
         shape = StepShape(
-            ranks=options.ranks,
             requests=options.requests,
             blocks=options.blocks or options.requests * width,
-            block_size=options.block_size,
             table_width=width,
             dtype=dtype(options, checkpoint.config, backend),
-            replicate_query=options.replicate_query,
-            project_before_merge=options.project_before_merge,
-            round_angles=options.round_angles,
-            quantization=options.quantization,
+            **sizes(options),
         )
         runner = Runner.load(
             checkpoint,

@@ -6,6 +6,7 @@ from attrs import evolve
 
 from mla_fx import StepShape, attention_step, models
 from mla_fx.cli import chosen_orchestration, named
+from mla_fx.cli_backend import sizes
 from mla_fx.cli_cost import report, table
 from mla_fx.effects import (
     Drop,
@@ -28,15 +29,10 @@ from mla_fx.models import ModelConfig
 def _step(options: argparse.Namespace) -> tuple[ModelConfig, StepShape, Step]:
     config = models.load_config(options.model) if options.model else models.deepseek_v3_config()
     shape = StepShape(
-        ranks=options.ranks,
         tokens=options.tokens,
         requests=options.tokens,
-        block_size=options.block_size,
         dtype=options.dtype,
-        replicate_query=options.replicate_query,
-        project_before_merge=options.project_before_merge,
-        round_angles=options.round_angles,
-        quantization=options.quantization,
+        **sizes(options),
         split=chosen_orchestration(options.orchestration).split,
     )
     if options.layers is None and shape.split == "layers":

@@ -17,7 +17,7 @@ from mla_fx.backends.ascend.calls import attention
 from mla_fx.backends.ascend.calls.attention import causal_mask, expanded
 from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
 from mla_fx.backends.common import expanded_attention
-from mla_fx.backends.common.expanded_attention import own_heads
+from mla_fx.backends.common.local_heads import own_heads
 from mla_fx.backends.device import Run
 from mla_fx.effects import Aval, Group, ops
 

@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from mla_fx.backends.common.local_heads import own_heads
 from mla_fx.backends.device import Run
 from mla_fx.dtypes import wide
 from mla_fx.effects import Group
@@ -54,8 +55,3 @@ def rule(
             cur[first:last] = torch.bmm(scores.softmax(2), v[:, : last - start]).transpose(0, 1)
             lse[first:last] = scores.logsumexp(2).t()
     return cur, lse
-
-
-def own_heads(part: torch.Tensor, heads: int, axis: int, run: Run) -> torch.Tensor:
-    """The rank's own `heads` of those on an axis: all that are there, or its share of a group's."""
-    return part if part.shape[axis] == heads else part.narrow(axis, run.rank * heads, heads)

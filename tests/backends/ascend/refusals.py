@@ -169,7 +169,6 @@ EXPERTS: Final = (
     ),
 )
 
-_SINGLE = {"x": lambda: [there(6, 16)] * 2, "weight": lambda: [there(16, 24)] * 2}
 GROUPED: Final = (
     row("grouped", "bias: not emulated", bias=lambda: [there(2, 24)]),
     row("grouped", r"only act_type 0 with group_type -1 or 0 is emulated: got \(1, 0\)", act_type=1),
