@@ -120,7 +120,7 @@ class Engine:
         if need > most:
             raise OutOfBlocksError(
                 f"blocks: prompt and max_new_tokens, {total - 1} positions without the last, need {need} blocks of "
-                f"{shape.ranks * shape.block_size}, and a request can have {most}"
+                f"{self.blocks.unit}, and a request can have {most}"
             )
         limit = self.runner.config.max_position_embeddings
         if limit is not None and total > limit:

@@ -19,6 +19,7 @@ from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, schedule
 from mla_fx.effects.orchestration import orchestration
 from mla_fx.effects.schedule import Mode
+from mla_fx.layout import Layout
 from mla_fx.models.checkpoint import Checkpoint
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
@@ -32,8 +33,8 @@ class Interpreter(Protocol):
     """What runs programs; `mla_fx.backends.get` gives one."""
 
     @property
-    def ranks(self) -> int:
-        """Ranks of a program."""
+    def layout(self) -> Layout:
+        """How the ranks of a program are laid out."""
 
     @property
     def here(self) -> range:
@@ -92,7 +93,9 @@ class Runner:
 
     def __attrs_post_init__(self) -> None:
         _agree(self.backend, self.shape)
-        self.sharding = Sharding(ranks=self.shape.ranks, interleave=self.interleave, block_size=self.shape.block_size)
+        self.sharding = Sharding(
+            ranks=self.shape.layout.dcp, interleave=self.interleave, block_size=self.shape.block_size
+        )
         self.params = self.backend.prepare(model_step(self.config, self.shape), self.params)
         if self.mtp is not None:
             self.mtp = self.backend.prepare(mtp_step(self.config, self.shape, given=1, rows=1), self.mtp)
@@ -114,7 +117,7 @@ class Runner:
             loader = Loader(
                 checkpoint=checkpoint,
                 rank=rank,
-                ranks=shape.ranks,
+                ranks=shape.layout,
                 dtype=DTYPES[shape.dtype],
                 **shape.form,
                 quantization=shape.quantization,
@@ -183,15 +186,15 @@ class Runner:
             query=[len(piece.tokens) for piece in pieces],
             block_table=[piece.table for piece in pieces],
         )
-        return tokens, shape, [batches[rank] for rank in self.backend.here]
+        return tokens, shape, [batches[self.shape.layout.index("dcp", rank)] for rank in self.backend.here]
 
     def _expands(self, pieces: Sequence[Piece]) -> bool:
         """Whether `expand_current` saves multiply-adds, and the parameters are in the form that it wants.
 
-        They are, on a rank alone, in any form: its own heads are all heads.
+        They are, on a context group of one, in any form: its own heads are all heads of the group.
         """
         plain = not self.shape.project_before_merge
-        if not self.expand or (plain and self.shape.ranks > 1):
+        if not self.expand or (plain and self.shape.layout.dcp > 1):
             return False
         return expanding_saves(self.config.attention, [len(piece.tokens) for piece in pieces], plain=plain) > 0
 
@@ -227,8 +230,8 @@ def _integers(values: Sequence[int], size: int) -> torch.Tensor:
 
 
 def _agree(backend: Interpreter, shape: StepShape) -> None:
-    if backend.ranks != shape.ranks:
-        raise InputError(f"ranks: must be those of the backend, {backend.ranks}: got {shape.ranks} in the shape")
+    if backend.layout != shape.layout:
+        raise InputError(f"ranks: must be those of the backend, {backend.layout}: got {shape.layout} in the shape")
 
 
 def round_up(count: int) -> int:
