@@ -24,8 +24,8 @@ def paged(*, ranks=1, requests=2, blocks=64, block_size=2, table_width=64, **opt
 def state(engine):
     """All that a refused call could change."""
     running, waiting = [r.number for r in engine.running], [r.number for r in engine.waiting]
-    tables = {number: engine.blocks.table(number) for number in running}
-    return running, waiting, tables, engine.blocks.available, [list(r.tokens) for r in engine.running]
+    tables = {number: engine.replicas[0].blocks.table(number) for number in running}
+    return running, waiting, tables, engine.replicas[0].blocks.available, [list(r.tokens) for r in engine.running]
 
 
 # --- who says what ---------------------------------------------------------
@@ -60,7 +60,7 @@ def test_each_says_what_it_would_say_alone(prompts, arrivals, ranks, requests, m
             assert output.finished == (output.request not in engine.running and output.request not in engine.waiting)
         steps += 1
         assert steps < 1000
-    assert engine.blocks.available == longest + spare
+    assert engine.replicas[0].blocks.available == longest + spare
     for (request, tokens), (prompt, count) in zip(told.items(), prompts, strict=True):
         assert tokens == request.new_tokens == runner.greedy(prompt, count, end)
         assert request.first_token >= request.arrived
@@ -153,7 +153,7 @@ def test_the_youngest_gives_its_blocks_back_and_starts_over():
     assert [old.new_tokens, young.new_tokens] == [runner.greedy([n, n, n], 6) for n in (1, 2)]
     again = [piece for pieces in runner.steps for piece in pieces if piece.start == 0 and piece.tokens[0] == 2]
     assert [list(piece.tokens) for piece in again] == [[2, 2, 2], [2, 2, 2, *preempted[1]]]
-    assert engine.blocks.available == 6
+    assert engine.replicas[0].blocks.available == 6
 
 
 def test_a_real_model_with_few_blocks():
@@ -226,7 +226,7 @@ def test_abort_of_what_runs_and_of_what_waits():
         pass
     texts = [runner.greedy(prompt, 6) for prompt in PROMPTS]
     assert [r.new_tokens for r in requests] == [texts[0][:2], texts[1], texts[2], [], texts[4]]
-    assert engine.blocks.available == 64
+    assert engine.replicas[0].blocks.available == 64
 
 
 def test_an_engine_without_requests():
