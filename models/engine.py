@@ -44,6 +44,7 @@ from mla_fx.models.request import (
 )
 from mla_fx.models.runner import Runner
 from mla_fx.models.sampling import Logprobs, Sampling, logprobs
+from mla_fx.models.snapshot import parted, plain, resumed
 from mla_fx.models.text import Decoder, TextStream
 
 
@@ -107,6 +108,20 @@ class Engine:
         `sampling` is greedy unless given.  A text ends before the first of the strings `stop`.  `top_logprobs` asks for
         the logprobs of each token and of as many of the likeliest ones.
         """
+        request = self._request(self._count, prompt, max_new_tokens, sampling, stop, top_logprobs)
+        self._count += 1
+        self.waiting.append(request)
+        return request
+
+    def _request(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        stop: Sequence[str],
+        top_logprobs: int | None,
+    ) -> Request:
         tokens = prompt_tokens(prompt, self.runner.config.vocab_size)
         max_new_tokens = counted("max_new_tokens", max_new_tokens, least=1)
         if top_logprobs is not None:
@@ -117,17 +132,14 @@ class Engine:
             raise InputError(f"stop: must be empty where the engine has no tokenizer: got {stop!r}")
         stream = TextStream(self.tokenizer, stop) if self.tokenizer is not None else None
         self._must_fit(len(tokens) + max_new_tokens)
-        request = Request(
-            number=self._count,
+        return Request(
+            number=number,
             prompt=tokens,
             max_new_tokens=max_new_tokens,
             sampling=sampling or Sampling(),
             top_logprobs=top_logprobs,
             stream=stream,
         )
-        self._count += 1
-        self.waiting.append(request)
-        return request
 
     def _must_fit(self, total: int) -> None:
         shape, unit = self.runner.shape, self.replicas[0].blocks.unit
@@ -160,6 +172,32 @@ class Engine:
             for output in self.step():
                 if output.request.finish_reason != "abort":
                     yield output
+
+    def snapshot(self) -> dict[str, Any]:
+        """Requests as plain data, with which another engine goes on: what they asked for, and what they have said.
+
+        All that run and wait, and those that ended in the last step, whether it gave its outputs or failed.  Nothing of
+        caches: whoever goes on starts over from the tokens there are.
+        """
+        requests = sorted([*self._ended, *self.running, *self.waiting], key=lambda request: request.number)
+        return {"count": self._count, "requests": [plain(request) for request in requests]}
+
+    def restore(self, snapshot: dict[str, Any] | None) -> list[Request]:
+        """The requests of a snapshot, in the order of their numbers; those that had not ended go on.
+
+        Outputs have what comes behind what is there already.  In a group every process calls this, and the snapshot of
+        rank 0 counts, whatever the others give: in a step that failed some may have come further.  Raises `InputError`
+        on an engine that has had requests, and for a snapshot that this one cannot serve; then nothing has changed.
+        """
+        if self._count:
+            raise InputError(f"restore: must come before any request: got an engine that has had {self._count}")
+        told = self.runner.decided([snapshot] * self.runner.replicas)[0]
+        if not isinstance(told, dict) or not told.keys() >= {"count", "requests"}:
+            raise InputError(f"snapshot: must be what Engine.snapshot gave: got {told!r}")
+        requests = [resumed(self._request(**asked), said) for asked, said in map(parted, told["requests"])]
+        self._count = told["count"]
+        self.waiting.extend(request for request in requests if request.finish_reason is None)
+        return requests
 
     def step(self) -> list[Output]:
         """One step of the model for all that run; what it generated."""
