@@ -34,11 +34,12 @@ from attrs import define, field, frozen
 
 from mla_fx.effects.aval import Aval, ShapeError
 from mla_fx.effects.program import MAIN, Drop, Effect, Input, Keep, Launch, Program, Record, Stage, Wait
+from mla_fx.effects.session import Action
 
 
 @frozen
 class Violation:
-    """One breach: the rule, both effects (None where there is no second), and what is missing.
+    """One breach: the rule, both effects or actions (None where there is no second), and what is missing.
 
     `order` is True when an order is missing, so that some execution goes
     wrong; False when the program is malformed or carries an idle effect.
@@ -46,8 +47,8 @@ class Violation:
 
     rule: int
     message: str
-    first: Effect | None = None
-    second: Effect | None = None
+    first: Effect | Action | None = None
+    second: Effect | Action | None = None
     order: bool = False
 
     def __str__(self) -> str:
