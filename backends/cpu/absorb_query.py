@@ -2,6 +2,7 @@
 
 import torch
 
+from mla_fx.backends.cpu.products import batched
 from mla_fx.backends.device import Run
 
 
@@ -9,4 +10,4 @@ def rule(q: torch.Tensor, w_uk: torch.Tensor, *, run: Run, rope: int) -> tuple[t
     """One matrix product a head, on the first P features of the head."""
     heads, nope, _ = w_uk.shape
     q_nope = q.view(q.shape[0], heads, nope + rope)[..., :nope]
-    return (torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1).contiguous(),)
+    return (batched(q_nope.transpose(0, 1), w_uk).transpose(0, 1).contiguous(),)
