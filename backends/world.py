@@ -73,6 +73,10 @@ class InProcess:
         each = (_together(how, sent[first : first + size]) for first in range(0, len(sent), size))
         return [moved for group_of in each for moved in group_of]
 
+    def share(self, value: Any) -> list[Any]:
+        """See `World.share`; all say the same."""
+        return [value] * self.layout.size
+
 
 def _together(how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What the ranks of one group are brought."""
@@ -89,10 +93,6 @@ def _together(how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if how == "all_to_all":
         return [torch.stack([one[rank] for one in bits]).view(dtype) for rank in range(len(bits))]
     assert_never(how)
-
-    def share(self, value: Any) -> list[Any]:
-        """See `World.share`; all say the same."""
-        return [value] * self.layout.size
 
 
 @frozen(eq=False)
