@@ -227,6 +227,7 @@ class Loader:
                     )
                 else:  # `bool` and the integers of NumPy are of other types; operators may take neither
                     fits = type(leaf) is tuple and len(leaf) == shape[0] and _INTEGERS.issuperset(map(type, leaf))
+                    fits = fits and put.fixed in (None, leaf)
                 if not fits:
                     refuse(put, f"{put.name} of rank {rank}", leaf, device)
         self.values.check(found)
@@ -241,6 +242,8 @@ _INTEGERS = frozenset((int,))
 
 def refuse(put: Input, where: str, leaf: Any, device: str) -> None:
     """Word the refusal of one leaf; `device` is where it should be."""
+    if put.fixed is not None and type(leaf) is tuple:
+        raise InputError(f"{where}: must be {put.fixed}, for which the program is made: got {leaf}")
     if put.place == "host":
         raise InputError(f"{where}: must be a tuple of {put.aval.shape[0]} integers: got {leaf!r}")
     if not isinstance(leaf, torch.Tensor):

@@ -17,7 +17,7 @@ and prints like a jaxpr with its streams.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from attrs import evolve, field, frozen
@@ -26,6 +26,7 @@ from mla_fx.effects.aval import Aval
 from mla_fx.effects.op import Op
 from mla_fx.effects.step import Input as Input
 from mla_fx.effects.step import avals_of, call, memory_of
+from mla_fx.effects.validate import InputError
 
 #: The stream that inputs are ready on and outputs are read on.
 MAIN: Final = "main"
@@ -154,6 +155,24 @@ class Program:
     def with_float(self, dtype: str) -> "Program":
         """The same program with every floating input in `dtype`; all else follows from the shape rules."""
         return evolve(self, inputs=tuple(evolve(put, aval=put.aval.with_float(dtype)) for put in self.inputs))
+
+    def with_fixed(self, values: Mapping[str, tuple[int, ...]]) -> "Program":
+        """The same program made for these integers of host inputs, by name; it takes no others.
+
+        Raises `InputError` for a name that is no host input, or for another number of integers than it has.
+        """
+        unknown = set(values) - {put.name for put in self.inputs}
+        if unknown:
+            raise InputError(f"fixed: must name inputs of the program: got {', '.join(sorted(unknown))}")
+        return evolve(self, inputs=tuple(evolve(put, fixed=values.get(put.name, put.fixed)) for put in self.inputs))
+
+    def updatable(self) -> tuple[Launch, ...]:
+        """The launches with integers on the host that change from step to step, in issue order.
+
+        What such a launch was captured with holds for one replay: it is updated before each.
+        """
+        changing = {put.name for put in self.inputs if put.place == "host" and put.fixed is None}
+        return tuple(launch for launch in self.launches if changing.intersection(launch.operands))
 
     def avals(self) -> dict[str, Aval]:
         """Shape and dtype of every value, by the shape rules; raises `ShapeError` or `KeyError`."""

@@ -41,7 +41,8 @@ class Input:
     """A value that comes from outside, owned by the caller.
 
     `path` says how to reach it: the name of the argument, then torch's pytree keys.  It is ready on the main stream
-    when a run starts; what is staged, once it has been sent.
+    when a run starts; what is staged, once it has been sent.  `fixed`: the integers that a host input always has, of
+    a program that is made for them (`Program.with_fixed`); None where they change from step to step.
     """
 
     name: str
@@ -49,10 +50,16 @@ class Input:
     place: Place = field(default="device", validator=one_of(*PLACES))
     role: Role = field(default="data", validator=one_of(*ROLES))
     path: tuple[Any, ...] = field(default=Factory(lambda self: (self.name,), takes_self=True), repr=False)
+    fixed: tuple[int, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.fixed is not None and (self.place != "host" or len(self.fixed) != self.aval.shape[0]):
+            raise InputError(f"fixed: {self.name} must be integers of the host, {self.aval}: got {self.fixed}")
 
     def __str__(self) -> str:
         notes = [word for word in (self.role, self.place) if word not in ("data", "device")]
-        return " ".join([f"{self.name}: {self.aval}", *notes])
+        made_for = [] if self.fixed is None else [f"= {self.fixed}"]
+        return " ".join([f"{self.name}: {self.aval}", *notes, *made_for])
 
 
 @frozen

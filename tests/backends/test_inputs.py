@@ -219,3 +219,22 @@ def test_inputs_in_any_order():
 def test_a_program_without_anything_runs():
     for seed in (None, 1):
         assert backends.get("cpu", adversary=seed).compile(Program((), (), ()))() == ()
+
+
+def test_integers_that_a_program_is_made_for():
+    """They print, their launches change no more from step to step, and others are refused."""
+    attention = [launch for launch in PROGRAM.launches if "batch.query_lengths" in launch.operands]
+    assert PROGRAM.updatable() == tuple(attention) and len(attention) == 2
+    fixed = PROGRAM.with_fixed({"batch.query_lengths": (1, 2)})
+    assert [launch.op.name for launch in fixed.updatable()] == ["history_attention"]
+    assert "batch.query_lengths: int64[2] host = (1, 2)" in map(str, fixed.inputs)
+    run = SETUP.compiled(backends.get("cpu", ranks=2), fixed)
+    caches, hidden, batches = SETUP.caches(), SETUP.hidden(), SETUP.batches(query=(1, 2))
+    run(caches, hidden, batches)
+    with pytest.raises(InputError, match=r"query_lengths of rank 0: must be \(1, 2\), for which .* made: got \(2, 1\)"):
+        run(caches, hidden, SETUP.batches(query=(2, 1)))
+    with pytest.raises(InputError, match="fixed: must name inputs of the program: got lengths"):
+        PROGRAM.with_fixed({"lengths": (1, 2)})
+    for name, values in (("batch.query_lengths", (1,)), ("batch.slots", (1, 2, 3))):
+        with pytest.raises(InputError, match=f"fixed: {name} must be integers of the host, .*: got"):
+            PROGRAM.with_fixed({name: values})
