@@ -15,6 +15,9 @@ from mla_fx.backends.contract import ContractError as ContractError
 from mla_fx.backends.device import Device as Device
 from mla_fx.backends.device import Run as Run
 from mla_fx.backends.device import device as device
+from mla_fx.backends.membership import agree as agree
+from mla_fx.backends.membership import join as join
+from mla_fx.backends.peers import PeerError as PeerError
 from mla_fx.backends.prepared import Prepared as Prepared
 from mla_fx.backends.table import Collective as Collective
 from mla_fx.backends.table import Fusion as Fusion
@@ -64,10 +67,11 @@ def get(name: str, *, ranks: int | Layout = 1, adversary: int | None = None, gro
 
     With `group`, a group of `torch.distributed` of as many processes (on
     `ascend` made with "hccl", on the host with "gloo"), the process runs its
-    own rank only, and all of them make the groups of the layout: arguments are lists of one entry, and so are results.
-    On `ascend` and `cuda` it takes the device of number LOCAL_RANK, which
-    torchrun sets, and without that the current one; the first backend of a
-    process decides, so it is made before the first collective.
+    own rank only, and all of them make the groups of the layout: arguments
+    are lists of one entry, and so are results.  On `ascend` and `cuda` it
+    takes the device of number LOCAL_RANK, which torchrun sets, and without
+    that the current one; the first backend of a process decides, so it is
+    made before the first collective.
 
     `adversary` is a seed: streams then run late and interleaved at random,
     memory is NaN until written and reused as early as the law allows.  The

@@ -21,6 +21,7 @@ from attrs import define, field, frozen
 
 from mla_fx.backends.contract import check_results
 from mla_fx.backends.device import Run
+from mla_fx.backends.peers import PeerError
 from mla_fx.backends.prepared import Prepared
 from mla_fx.backends.staging import Staging
 from mla_fx.backends.table import Collective, Form, Rule, formed, takes_any
@@ -200,6 +201,8 @@ class Body:
             launch, rank = self.of[len(self.rows) - 1 - length_hint(rows)]
             if launch is None:
                 raise
+            if isinstance(error, PeerError):
+                raise error.at(launch) from None
             raise RunError(launch, rank, error) from error
         return self.outputs(values)
 

@@ -11,12 +11,14 @@ for something to tidy.
 
 import pickle
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final, Protocol, assert_never
 
 import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
+from mla_fx.backends.peers import Peers
 from mla_fx.dtypes import wide
 from mla_fx.effects import InputError
 from mla_fx.effects.op import Meeting
@@ -37,6 +39,10 @@ class World(Protocol):
     @property
     def here(self) -> range:
         """The ranks that this process runs."""
+
+    @property
+    def peers(self) -> Peers | None:
+        """What is known of the other processes; None where there are none."""
 
     def move(
         self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
@@ -64,6 +70,10 @@ class InProcess:
     def here(self) -> range:
         """All of them."""
         return range(self.layout.size)
+
+    @property
+    def peers(self) -> None:
+        """There are none."""
 
     def move(
         self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
@@ -116,6 +126,7 @@ class Processes:
     group: Any = field()
     layout: Layout = field(converter=layout_of, alias="ranks")
     _of: Mapping[str, Any] = field(init=False, repr=False)  # the group of each name; None for this rank alone
+    peers: Peers = field(init=False, repr=False)
     _beside: list[Any] = field(factory=list, init=False)  # the group of hosts, once there is one
 
     @group.validator
@@ -133,6 +144,7 @@ class Processes:
         if self.layout.size != dist.get_world_size(self.group):
             size = dist.get_world_size(self.group)
             raise InputError(f"ranks: must be the size of the group, {size}: got {self.layout.size}, {self.layout}")
+        object.__setattr__(self, "peers", Peers.of(self.group))
         made: dict[tuple[int, ...], Any] = {}
         for name in ("ep", "tp", "dcp"):
             members = self.layout.members(name, self.here.start)
@@ -148,7 +160,8 @@ class Processes:
         if len(members) == self.layout.size:
             return self.group
         ranks = [dist.get_global_rank(self.group, rank) for rank in members]
-        return dist.new_group(ranks, backend=dist.get_backend(self.group), use_local_synchronization=True)
+        kind, limit = dist.get_backend(self.group), timedelta(seconds=self.peers.board.timeout)
+        return dist.new_group(ranks, backend=kind, timeout=limit, use_local_synchronization=True)
 
     @property
     def here(self) -> range:
@@ -166,17 +179,24 @@ class Processes:
         if how == "all_reduce":
             total = mine if spent else mine.clone(memory_format=torch.contiguous_format)
             if total.numel():
-                dist.all_reduce(total, group=among)
+                self._meet(dist.all_reduce(total, group=among, async_op=True), mine)
             return [total]
         size = self.layout.group(group).size
         found = mine.new_empty((size, *mine.shape) if how == "all_gather" else mine.shape)
         if mine.numel():
             parts = (self._bytes(found), self._bytes(mine))
             if how == "all_gather":
-                dist.all_gather_single(*parts, group=among)
+                self._meet(dist.all_gather_single(*parts, group=among, async_op=True), mine)
             else:
-                dist.all_to_all_single(*parts, group=among)
+                self._meet(dist.all_to_all_single(*parts, group=among, async_op=True), mine)
         return [found]
+
+    def _meet(self, work: Any, sent: torch.Tensor) -> None:
+        """Behind here, the host or the stream that is current has what a collective brings."""
+        if sent.is_cpu:
+            self.peers.meet(work)
+        else:
+            self.peers.issued(work)
 
     def share(self, value: Any) -> list[Any]:
         """See `World.share`; on the host, beside what moves on a device."""
@@ -192,7 +212,8 @@ class Processes:
         head = len(data).to_bytes(8, "little") + data[:size]
         mine = torch.frombuffer(bytearray(head.ljust(8 + size, b"\0")), dtype=torch.uint8)
         every = mine.new_empty((self.layout.size, len(mine)))
-        dist.all_gather_single(every.view(-1), mine, group=self._host())
+        work = dist.all_gather_single(every.view(-1), mine, group=self._host(), async_op=True)
+        self.peers.meet(work, "share")
         told = [bytes(row.numpy()) for row in every]
         return [(int.from_bytes(one[:8], "little"), one[8:]) for one in told]
 
