@@ -69,6 +69,10 @@ class Backend:
         """The ranks that this process runs: arguments and results have an entry for each."""
         return self.world.here
 
+    def share(self, value: Any) -> list[Any]:
+        """What every rank says, told to all, by rank: small values on the host, that can be pickled."""
+        return self.world.share(value)
+
     def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Backend":
         """This backend with rules added or replaced."""
         return evolve(self, table=self.table.with_rules(rules))

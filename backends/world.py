@@ -8,8 +8,9 @@ sent.  What only moves goes as bits, never as numbers: no transport may take a
 NaN or a subnormal for something to tidy.
 """
 
+import pickle
 from collections.abc import Sequence
-from typing import Any, Protocol, assert_never
+from typing import Any, Final, Protocol, assert_never
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from mla_fx.effects import InputError
 from mla_fx.effects.op import Meeting
 from mla_fx.effects.validate import integer
 
+#: Bytes of what is shared that go in one message; what is longer takes a second one.
+_SHORT: Final = 1016
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,6 +44,9 @@ class World(Protocol):
         first axis, of what rank r sent.  "all_reduce": the sum, in rank order, accumulated wide and rounded once.
         Each rank gets memory of its own.  `spent`: nobody reads what was sent any more, so the sum may be made in it.
         """
+
+    def share(self, value: Any) -> list[Any]:
+        """What every rank says, told to all, by rank: small values on the host, that can be pickled."""
 
 
 @frozen
@@ -70,6 +76,10 @@ class InProcess:
             return [torch.stack([one[rank] for one in bits]).view(dtype) for rank in range(self.size)]
         assert_never(how)
 
+    def share(self, value: Any) -> list[Any]:
+        """See `World.share`; all say the same."""
+        return [value] * self.size
+
 
 @frozen(eq=False)
 class Processes:
@@ -86,6 +96,7 @@ class Processes:
     """
 
     group: Any = field()
+    _beside: list[Any] = field(factory=list, init=False)  # the group of hosts, once there is one
 
     @group.validator
     def _member(self, attribute: Any, value: Any) -> None:
@@ -125,6 +136,33 @@ class Processes:
             else:
                 dist.all_to_all_single(*parts, group=self.group)
         return [found]
+
+    def share(self, value: Any) -> list[Any]:
+        """See `World.share`; on the host, beside what moves on a device."""
+        data = pickle.dumps(value)
+        said = self._gathered(data, _SHORT)
+        longest = max(length for length, _ in said)
+        if longest > _SHORT:
+            said = self._gathered(data, longest)
+        return [pickle.loads(one[:length]) for length, one in said]
+
+    def _gathered(self, data: bytes, size: int) -> list[tuple[int, bytes]]:
+        """How many bytes each rank has, and the first `size` of them, in one message each."""
+        head = len(data).to_bytes(8, "little") + data[:size]
+        mine = torch.frombuffer(bytearray(head.ljust(8 + size, b"\0")), dtype=torch.uint8)
+        every = mine.new_empty((self.size, len(mine)))
+        dist.all_gather_single(every.view(-1), mine, group=self._host())
+        told = [bytes(row.numpy()) for row in every]
+        return [(int.from_bytes(one[:8], "little"), one[8:]) for one in told]
+
+    def _host(self) -> Any:
+        """The same processes over gloo: the group itself where it has that, or one made when it is first asked for."""
+        if not self._beside:
+            own = any("gloo" in kind for kind in dist.get_backend_config(self.group).split(","))
+            members = dist.get_process_group_ranks(self.group)
+            made = self.group if own else dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self._beside.append(made)
+        return self._beside[0]
 
     @staticmethod
     def _bytes(tensor: torch.Tensor) -> torch.Tensor:

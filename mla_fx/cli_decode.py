@@ -32,7 +32,8 @@ class Lane:
     def forward(self, pieces: Sequence[Piece], rows: Sequence[int], *, filling: bool) -> torch.Tensor:
         """Logits of the tokens numbered `rows`."""
         start = time.perf_counter()
-        logits, _ = self.runner.forward(pieces, rows, filling=filling)
+        (logits,), _ = self.runner.forward([pieces], [rows], filling=filling)
+        assert logits is not None  # all ranks run here
         self.seconds += time.perf_counter() - start
         return logits
 

@@ -203,9 +203,8 @@ def _figures(requests: Sequence[Request], engine: Engine, seconds: float) -> Ite
         accepted = sum(request.accepted for request in requests)
         line += f", {accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})"
     yield line
-    blocks = engine.blocks
-    if blocks.asked:
-        found, asked = blocks.found, blocks.asked
+    found, asked = (sum(getattr(replica.blocks, name) for replica in engine.replicas) for name in ("found", "asked"))
+    if asked:
         yield f"prefix cache: {found} of {asked} tokens of prompts found ({found / asked:.0%})"
 
 

@@ -34,28 +34,47 @@ class MtpDrafter:
             raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
 
     def propose(self, served: Sequence[Served], hidden: Any) -> list[list[int]]:
-        """Draft for every request whose prompt is filled in; the others' positions only enter the cache."""
+        """Draft for every request whose prompt is filled in; the others' positions only enter the cache.
+
+        A step of the module is one of all replicas: while one of them drafts, the others take part.
+        """
         drafts: list[list[int]] = [[] for _ in served]
-        sources = [one.row + i for one in served for i in range(one.count)]
-        ends = list(itertools.accumulate(one.count for one in served))
-        live = [k for k, one in enumerate(served) if one.request.cached + 1 == len(one.request.tokens)]
-        rows = [ends[k] - 1 for k in live]  # of the module's hidden states: each request's last position
+        own = [[k for k, one in enumerate(served) if one.replica == number] for number in range(self.runner.replicas)]
+        sources = [[served[k].row + i for k in mine for i in range(served[k].count)] for mine in own]
+        rows: list[list[int]] = []  # of the module's hidden states: each request's last position
+        live: list[list[int]] = []
+        for mine in own:
+            ends = dict(zip(mine, itertools.accumulate(served[k].count for k in mine), strict=True))
+            live.append([k for k in mine if served[k].request.cached + 1 == len(served[k].request.tokens)])
+            rows.append([ends[k] - 1 for k in live[-1]])
         # A chunk of a prompt that is no longer than what a step that decodes can settle is none, as for the engine.
         filling = any(one.count > 1 + self.count for one in served)
-        pieces = [_settled(one) for one in served]
+        pieces = [[_settled(served[k]) for k in mine] for mine in own]
         logits, hidden = self.runner.predict(pieces, hidden, sources, rows, filling=filling)
-        while live:
-            best = logits.argmax(1).tolist()
-            for row, k in enumerate(live):
-                drafts[k].append(_draft(served[k].request, best[row], logits[row], len(drafts[k])))
-            ahead = [(k, row) for k, row in zip(live, rows, strict=True) if self._further(served[k], len(drafts[k]))]
-            if not ahead:
+        while any(live):
+            said = [
+                None if one is None else self._said([(served[k], drafts[k]) for k in mine], one)
+                for mine, one in zip(live, logits, strict=True)
+            ]
+            for mine, tokens in zip(live, self.runner.decided(said), strict=True):
+                for k, token in zip(mine, tokens, strict=True):
+                    drafts[k].append(token)
+            ahead = [
+                [(k, row) for k, row in zip(mine, of_mine, strict=True) if self._further(served[k], len(drafts[k]))]
+                for mine, of_mine in zip(live, rows, strict=True)
+            ]
+            live, sources = [[k for k, _ in one] for one in ahead], [[row for _, row in one] for one in ahead]
+            if not any(live):
                 break
-            live, sources = [k for k, _ in ahead], [row for _, row in ahead]
-            rows = list(range(len(live)))
-            pieces = [_drafted(served[k], drafts[k]) for k in live]
+            rows = [list(range(len(mine))) for mine in live]
+            pieces = [[_drafted(served[k], drafts[k]) for k in mine] for mine in live]
             logits, hidden = self.runner.predict(pieces, hidden, sources, rows, filling=False)
         return drafts
+
+    def _said(self, asked: Sequence[tuple[Served, list[int]]], logits: torch.Tensor) -> list[int]:
+        """The next draft of each request of a replica, behind those it has."""
+        best = logits.argmax(1).tolist()
+        return [_draft(one.request, best[row], logits[row], len(drafts)) for row, (one, drafts) in enumerate(asked)]
 
     def _further(self, one: Served, count: int) -> bool:
         """Whether another draft may still count, and there is room for the position it is made at."""

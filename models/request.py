@@ -87,7 +87,7 @@ class Output:
 
 @frozen
 class Served:
-    """What a step settled for a request: `count` positions from `start` on, rows `row` and on of the step.
+    """What a step settled for a request: `count` positions from `start` on, rows `row` and on of its replica's step.
 
     `table` are the blocks it holds, `room` how many positions these are.
     """
@@ -98,6 +98,7 @@ class Served:
     row: int
     table: tuple[int, ...]
     room: int
+    replica: int = 0
 
 
 class Drafter(Protocol):
@@ -110,7 +111,9 @@ class Drafter(Protocol):
     def propose(self, served: Sequence[Served], hidden: Any) -> list[list[int]]:
         """Drafts behind the last token of each request, any number up to `count`.
 
-        `hidden` are the step's hidden states of every rank; row `served.row` + i stands at position `start` + i.
+        `hidden` are the step's hidden states of every rank here; row `served.row` + i of those of a rank of its
+        replica stands at position `start` + i.  In a group every process asks, of the requests of all replicas, and
+        must be answered alike.
         """
 
 

@@ -55,6 +55,9 @@ class Interpreter(Protocol):
     def put(self, tree: Any) -> Any:
         """A pytree of tensors as the backend takes it."""
 
+    def share(self, value: Any) -> list[Any]:
+        """What every rank says, told to all, by rank: small values on the host, that can be pickled."""
+
 
 @define(kw_only=True)
 class Piece:
@@ -127,63 +130,111 @@ class Runner:
             config=checkpoint.config, backend=backend, shape=shape, params=params, mtp=modules or None, **options
         )
 
-    def forward(self, pieces: Sequence[Piece], rows: Sequence[int], *, filling: bool) -> tuple[torch.Tensor, Any]:
-        """One step: logits [len(rows), vocabulary] of the tokens numbered `rows`, and the hidden states of every rank.
+    @property
+    def replicas(self) -> int:
+        """How many data-parallel replicas a step is of: each has caches of its own, and pieces of its own."""
+        return 1
 
-        `filling` says that the step fills in a prompt.
+    def forward(
+        self, pieces: Sequence[Sequence[Piece]], rows: Sequence[Sequence[int]], *, filling: bool
+    ) -> tuple[list[torch.Tensor | None], Any]:
+        """One step, of the `pieces` and `rows` of each replica.
+
+        Returns for each replica the logits [len(rows), vocabulary] of its tokens numbered `rows`, as its first rank has
+        them (None where that rank runs in another process), and the hidden states of every rank here.  `filling` says
+        that the step fills in a prompt.
         """
-        tokens, shape, batches = self._batches(pieces, filling)
-        wanted = _integers(rows, round_up(len(rows)))
+        tokens, shape, batches = self._batches(pieces, filling, least=0)
+        wanted = _integers(rows)
+        width = wanted[0].shape[0]
         run = self._program(
-            ("model", shape.tokens, len(wanted), shape.expand_current, filling),
-            lambda: model_step(self.config, shape, rows=len(wanted), hidden=True),
+            ("model", shape.tokens, width, shape.expand_current, filling),
+            lambda: model_step(self.config, shape, rows=width, hidden=True),
             self.params,
             filling,
         )
-        ids = _integers(tokens, shape.tokens)
-        logits, hidden, self.caches = run(self.caches, self._all(ids), batches, self._all(wanted))
-        return logits[0][: len(rows)], hidden
+        logits, hidden, self.caches = run(self.caches, self._here(tokens), batches, self._here(wanted))
+        return self._first(logits, rows), hidden
 
     def predict(
-        self, pieces: Sequence[Piece], hidden: Any, sources: Sequence[int], rows: Sequence[int], *, filling: bool
-    ) -> tuple[torch.Tensor, Any]:
+        self,
+        pieces: Sequence[Sequence[Piece]],
+        hidden: Any,
+        sources: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[int]],
+        *,
+        filling: bool,
+    ) -> tuple[list[torch.Tensor | None], Any]:
         """A step of the prediction module: each piece has the tokens that follow its positions.
 
-        `hidden` of every rank is what `forward` or an earlier `predict` gave, `sources` the row of it for each token.
-        Returns logits [len(rows), vocabulary] and hidden states, as `forward`, and `filling` is as there.
+        `hidden` of every rank is what `forward` or an earlier `predict` gave, `sources` the row of it for each token of
+        a replica.  Returns logits and hidden states as `forward` does, and `filling` is as there.
         """
         if self.mtp is None:
             raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
-        tokens, shape, batches = self._batches(pieces, filling)
-        wanted = _integers(rows, round_up(len(rows)))
-        given = hidden[0].shape[0]
+        tokens, shape, batches = self._batches(pieces, filling, least=-1)
+        wanted, taken = _integers(rows), _integers(sources, shape.tokens)
+        width, given = wanted[0].shape[0], hidden[0].shape[0]
         run = self._program(
-            ("mtp", shape.tokens, len(wanted), given, shape.expand_current, filling),
-            lambda: mtp_step(self.config, shape, given=given, rows=len(wanted)),
+            ("mtp", shape.tokens, width, given, shape.expand_current, filling),
+            lambda: mtp_step(self.config, shape, given=given, rows=width),
             self.mtp,
             filling,
         )
-        ids, taken = _integers(tokens, shape.tokens), _integers(sources, shape.tokens)
         logits, after, self.mtp_caches = run(
-            self.mtp_caches, self._all(ids), hidden, self._all(taken), batches, self._all(wanted)
+            self.mtp_caches, self._here(tokens), hidden, self._here(taken), batches, self._here(wanted)
         )
-        return logits[0][: len(rows)], after
+        return self._first(logits, rows), after
 
-    def _batches(self, pieces: Sequence[Piece], filling: bool) -> tuple[list[int], StepShape, list[Any]]:
-        """All new tokens, the shape of a step that has room for them, and its batches."""
-        tokens = [token for piece in pieces for token in piece.tokens]
+    def decided(self, said: Sequence[Any]) -> list[Any]:
+        """What each replica's first rank says, told to all: `said` has an entry for each replica that counts there.
+
+        Small values on the host, that can be pickled.  A collective: every process of the group must call it.
+        """
+        told = self.backend.share(list(said))
+        return [told[first][number] for number, first in enumerate(self._firsts)]
+
+    @property
+    def _firsts(self) -> range:
+        """The first rank of each replica."""
+        return range(0, self.backend.ranks, self.backend.ranks // self.replicas)
+
+    def _replica(self, rank: int) -> int:
+        return rank // (self.backend.ranks // self.replicas)
+
+    def _batches(
+        self, pieces: Sequence[Sequence[Piece]], filling: bool, *, least: int
+    ) -> tuple[list[torch.Tensor], StepShape, list[Any]]:
+        """The new tokens of each replica, the shape of a step that has room for all, and the batches of the ranks here.
+
+        Every process makes those of all replicas, so that what is refused is refused in all, before anything has run.
+        """
+        every = [piece for of_replica in pieces for piece in of_replica]
         split = self._chosen(filling).split
-        shape = evolve(self.shape, tokens=max(round_up(len(tokens)), 2 if split else 1), split=split)
-        if filling and self._expands(pieces):
+        tokens = _integers([[token for piece in mine for token in piece.tokens] for mine in pieces], 2 if split else 1)
+        self._known(tokens, least)
+        shape = evolve(self.shape, tokens=tokens[0].shape[0], split=split)
+        if filling and self._expands(every):
             shape = evolve(shape, project_before_merge=True, expand_current=True)
-        batches = plan_step(
-            self.sharding,
-            shape,
-            history=[piece.start for piece in pieces],
-            query=[len(piece.tokens) for piece in pieces],
-            block_table=[piece.table for piece in pieces],
-        )
-        return tokens, shape, [batches[rank] for rank in self.backend.here]
+        batches = [
+            plan_step(
+                self.sharding,
+                shape,
+                history=[piece.start for piece in mine],
+                query=[len(piece.tokens) for piece in mine],
+                block_table=[piece.table for piece in mine],
+            )
+            for mine in pieces
+        ]
+        return tokens, shape, [batches[self._replica(rank)][rank] for rank in self.backend.here]
+
+    def _known(self, tokens: Sequence[torch.Tensor], least: int) -> None:
+        """Tokens that have an embedding; `least` is -1 where none is one, too."""
+        most = self.config.vocab_size - 1
+        for number, mine in enumerate(tokens):
+            if int(mine.min()) < least or int(mine.max()) > most:
+                where = f" of replica {number}" if self.replicas > 1 else ""
+                raise InputError(f"tokens{where}: each must be in {least}..{most}: got {mine.tolist()}")
 
     def _expands(self, pieces: Sequence[Piece]) -> bool:
         """Whether `expand_current` saves multiply-adds, and the parameters are in the form that it wants.
@@ -217,13 +268,20 @@ class Runner:
         )
         return self.backend.put(caches)
 
-    def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor for _ in self.backend.here]
+    def _here(self, of_replicas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What each rank here takes of what there is for each replica."""
+        return [of_replicas[self._replica(rank)] for rank in self.backend.here]
+
+    def _first(self, logits: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
+        """Of each replica, from the logits of every rank here."""
+        own = dict(zip(self.backend.here, logits, strict=True))
+        return [own[rank][: len(mine)] if rank in own else None for rank, mine in zip(self._firsts, rows, strict=True)]
 
 
-def _integers(values: Sequence[int], size: int) -> torch.Tensor:
-    """On the host, from where a step sends them."""
-    return torch.tensor([*values, *[0] * (size - len(values))], dtype=torch.int64)
+def _integers(of_replicas: Sequence[Sequence[int]], least: int = 1) -> list[torch.Tensor]:
+    """On the host, from where a step sends them; each padded to the power of two that has room for the longest."""
+    size = max(least, *(round_up(len(values)) for values in of_replicas))
+    return [torch.tensor([*values, *[0] * (size - len(values))], dtype=torch.int64) for values in of_replicas]
 
 
 def _agree(backend: Interpreter, shape: StepShape) -> None:

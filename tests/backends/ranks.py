@@ -40,6 +40,12 @@ def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...
     return [out for (out,) in run(*([x] for x in own))]
 
 
+def shared(member: Member, *, said: list[Any]) -> list[Any]:
+    """What the ranks told each other, one round after the other."""
+    backend = backends.get("cpu", ranks=member.ranks, group=member.join("gloo"))
+    return [backend.share(of_ranks[member.rank]) for of_ranks in said]
+
+
 def refusals(member: Member) -> list[str]:
     """What is said of wrong use."""
     early = [

@@ -63,6 +63,13 @@ def test_what_moves_arrives_bit_for_bit(processes, dtype):
                 assert torch.equal(a.view(BITS[dtype.itemsize]), b.view(BITS[dtype.itemsize]))
 
 
+def test_what_is_said_is_heard_by_all(processes):
+    """Values of any length, those of each rank at its place; and in one process all say the same."""
+    said = [[[], None, (1, 2.5)], ["x" * 10, "y" * 5000, {"z": [3] * 700}], [1, 2, 3]]
+    assert processes.run(do.shared, ranks=3, said=said) == [said] * 3
+    assert backends.get("cpu", ranks=3).share((1, "a")) == [(1, "a")] * 3
+
+
 def test_what_is_refused(processes):
     """The group before there is one and its name, another size, an adversary, arguments of all ranks where one runs."""
     what = "group: must be a group of torch.distributed, as dist.group.WORLD is after init_process_group"

@@ -144,7 +144,7 @@ def finish(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> list
     told: dict[int, list[int]] = {request.number: [] for request in requests}
     for output in run(engine):
         told[output.request.number] += output.tokens
-    assert engine.blocks.available == engine.blocks.blocks
+    assert all(replica.blocks.available == replica.blocks.blocks for replica in engine.replicas)
     assert all(told[request.number] == request.new_tokens for request in requests)
     return [request.new_tokens for request in requests]
 
@@ -170,7 +170,8 @@ class Paged:
     shape: StepShape
     vocabulary: int = 11
     limit: int | None = None
-    memory: dict[tuple[int, int], int] = field(factory=dict)
+    replicas: int = 1
+    memory: dict[tuple[int, int, int], int] = field(factory=dict)
     steps: list[list[Piece]] = field(factory=list)
     filled: list[bool] = field(factory=list)
 
@@ -182,11 +183,22 @@ class Paged:
     def sharding(self) -> Sharding:
         return Sharding(ranks=self.shape.ranks, block_size=self.shape.block_size)
 
-    def forward(self, pieces: Sequence[Piece], rows: Sequence[int], *, filling: bool) -> tuple[torch.Tensor, Any]:
-        self.steps.append(list(pieces))
+    def decided(self, said: Sequence[Any]) -> list[Any]:
+        return list(said)
+
+    def forward(
+        self, pieces: Sequence[Sequence[Piece]], rows: Sequence[Sequence[int]], *, filling: bool
+    ) -> tuple[list[torch.Tensor], Any]:
+        """Replica after replica; `steps` has what each of them did."""
+        assert len(pieces) == len(rows) == self.replicas
         self.filled.append(filling)
+        found = [self._forward(*of_replica) for of_replica in zip(range(self.replicas), pieces, rows, strict=True)]
+        return [logits for logits, _ in found], [texts for _, texts in found]
+
+    def _forward(self, replica: int, pieces: Sequence[Piece], rows: Sequence[int]) -> tuple[torch.Tensor, Any]:
+        self.steps.append(list(pieces))
         size = self.shape.ranks * self.shape.block_size
-        assert 1 <= len(pieces) <= self.shape.requests
+        assert bool(pieces) <= len(pieces) <= self.shape.requests
         held = Counter(block for piece in pieces for block in piece.table)
         written = {block for piece in pieces for block in piece.table[piece.start // size :]}
         assert all(held[block] == 1 for block in written)  # what is only read may be shared
@@ -196,9 +208,9 @@ class Paged:
             assert len(piece.table) <= self.shape.table_width
             assert all(0 <= block < self.shape.blocks for block in piece.table)
             for position, token in enumerate(piece.tokens, piece.start):
-                self.memory[piece.table[position // size], position % size] = token
+                self.memory[replica, piece.table[position // size], position % size] = token
             end = piece.start + len(piece.tokens)
-            text = [self.memory[piece.table[position // size], position % size] for position in range(end)]
+            text = [self.memory[replica, piece.table[position // size], position % size] for position in range(end)]
             texts += [text[:last] for last in range(piece.start + 1, end + 1)]
         logits = [self.logits(texts[row]) for row in rows]
         return torch.stack(logits) if logits else torch.empty(0, self.vocabulary), texts

@@ -137,4 +137,4 @@ def logits(directory: Path, machine: Interpreter, quantization: str | None = Non
     )
     runner = Runner.load(Checkpoint.open(directory), machine, shape=shape)
     piece = Piece(tokens=[1, 7, 30, 2, 9], start=0, table=[0, 1, 2, 3])
-    return runner.forward([piece], range(5), filling=True)[0].double().cpu()
+    return runner.forward([[piece]], [range(5)], filling=True)[0][0].double().cpu()

@@ -24,8 +24,8 @@ def paged(*, ranks=1, requests=2, blocks=64, block_size=2, table_width=64, **opt
 def state(engine):
     """All that a refused call could change."""
     running, waiting = [r.number for r in engine.running], [r.number for r in engine.waiting]
-    tables = {number: engine.blocks.table(number) for number in running}
-    return running, waiting, tables, engine.blocks.available, [list(r.tokens) for r in engine.running]
+    tables = {number: engine.replicas[0].blocks.table(number) for number in running}
+    return running, waiting, tables, engine.replicas[0].blocks.available, [list(r.tokens) for r in engine.running]
 
 
 # --- who says what ---------------------------------------------------------
@@ -41,11 +41,13 @@ def state(engine):
     spare=st.sampled_from([0, 1, 2, 5, 100]),
     block_size=st.integers(1, 3),
     end=st.sampled_from([(), (0,), (0, 4, 7)]),
+    replicas=st.integers(1, 3),
 )
-def test_each_says_what_it_would_say_alone(prompts, arrivals, ranks, requests, more, spare, block_size, end):
+def test_each_says_what_it_would_say_alone(prompts, arrivals, ranks, requests, more, spare, block_size, end, replicas):
     """Any requests that come at any steps, with hardly the blocks for the longest one, or plenty of them."""
     longest = max((-(-(len(p) + count - 1) // (ranks * block_size)) for p, count in prompts), default=1)
     runner = paged(ranks=ranks, requests=requests, blocks=longest + spare, block_size=block_size, table_width=longest)
+    runner.replicas = replicas
     engine = Engine(runner=runner, chunk=requests + more, end=end)
     coming, told, steps = list(zip(prompts, arrivals, strict=False)), {}, 0
     wait = 0
@@ -60,7 +62,7 @@ def test_each_says_what_it_would_say_alone(prompts, arrivals, ranks, requests, m
             assert output.finished == (output.request not in engine.running and output.request not in engine.waiting)
         steps += 1
         assert steps < 1000
-    assert engine.blocks.available == longest + spare
+    assert all(replica.blocks.available == longest + spare for replica in engine.replicas)
     for (request, tokens), (prompt, count) in zip(told.items(), prompts, strict=True):
         assert tokens == request.new_tokens == runner.greedy(prompt, count, end)
         assert request.first_token >= request.arrived
@@ -87,6 +89,20 @@ def test_prompts_join_and_leave_while_others_run():
     assert [r.new_tokens for r in (first, second, third)] == [
         runner.greedy(p, n) for p, n in [(PROMPTS[1], 6), (PROMPTS[0], 1), ([5], 2)]
     ]
+
+
+def test_requests_go_where_the_fewest_run():
+    """Two replicas, one request each at a time: who waits takes the place that is free first, by its number."""
+    runner = paged(requests=1)
+    runner.replicas = 2
+    engine = Engine(runner=runner)
+    for n in (4, 2, 1, 2):
+        engine.add([n], max_new_tokens=n)
+    seen = []
+    while engine.busy:
+        engine.step()
+        seen.append([[r.number for r in replica.running] for replica in engine.replicas])
+    assert seen == [[[0], [1]], [[0], []], [[0], []], [[], [3]], [[], []]]
 
 
 def test_a_real_model_says_the_same():
@@ -153,7 +169,7 @@ def test_the_youngest_gives_its_blocks_back_and_starts_over():
     assert [old.new_tokens, young.new_tokens] == [runner.greedy([n, n, n], 6) for n in (1, 2)]
     again = [piece for pieces in runner.steps for piece in pieces if piece.start == 0 and piece.tokens[0] == 2]
     assert [list(piece.tokens) for piece in again] == [[2, 2, 2], [2, 2, 2, *preempted[1]]]
-    assert engine.blocks.available == 6
+    assert engine.replicas[0].blocks.available == 6
 
 
 def test_a_real_model_with_few_blocks():
@@ -226,7 +242,7 @@ def test_abort_of_what_runs_and_of_what_waits():
         pass
     texts = [runner.greedy(prompt, 6) for prompt in PROMPTS]
     assert [r.new_tokens for r in requests] == [texts[0][:2], texts[1], texts[2], [], texts[4]]
-    assert engine.blocks.available == 64
+    assert engine.replicas[0].blocks.available == 64
 
 
 def test_an_engine_without_requests():

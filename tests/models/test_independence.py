@@ -121,7 +121,7 @@ def test_float32_errs_by_far_less_than_the_margin(baseline, ranks):
     """The whole path in one step, beside the dense model: what rounding makes of its logits."""
     text = [*PROMPT, *baseline][:-1]
     runner = make_runner(small(), ranks=ranks, block_size=BLOCK, table_width=20)
-    found, _ = runner.forward([Piece(tokens=text, start=0, table=range(20))], range(len(text)), filling=True)
+    (found,), _ = runner.forward([[Piece(tokens=text, start=0, table=range(20))]], [range(len(text))], filling=True)
     error = (found - oracle(small())(text)[0]).abs().max()
     assert error < MARGIN / 50
 
@@ -138,7 +138,8 @@ def test_logits_where_blocks_and_rounds_begin(baseline, ranks, interleave):
     while position < len(text):
         ahead = 1 if position in near else min((n for n in near if n > position), default=len(text)) - position
         tokens = text[position : position + ahead]
-        found, _ = runner.forward([Piece(tokens=tokens, start=position, table=range(20))], range(ahead), filling=False)
+        piece = Piece(tokens=tokens, start=position, table=range(20))
+        (found,), _ = runner.forward([[piece]], [range(ahead)], filling=False)
         torch.testing.assert_close(found, right[position : position + ahead], rtol=1e-5, atol=MARGIN / 50)
         position += ahead
 

@@ -76,11 +76,11 @@ def ours(
     for start in range(0, PROMPT, CHUNK):
         chunk = tokens[start : start + CHUNK]
         piece = Piece(tokens=chunk, start=start, table=table)
-        logits.append(runner.forward([piece], range(len(chunk)), filling=True)[0].cpu())
+        logits.append(runner.forward([[piece]], [range(len(chunk))], filling=True)[0][0].cpu())
     for _ in range(decoded):
         tokens.append(int(logits[-1][-1].argmax()))
         piece = Piece(tokens=tokens[-1:], start=len(tokens) - 1, table=table)
-        logits.append(runner.forward([piece], [0], filling=False)[0].cpu())
+        logits.append(runner.forward([[piece]], [[0]], filling=False)[0][0].cpu())
     return tokens, torch.cat(logits)
 
 

@@ -73,7 +73,7 @@ class Watched(Runner):
 
     def predict(self, *arguments, **options):
         logits, hidden = super().predict(*arguments, **options)
-        self.__dict__.setdefault("logits", []).append(logits)
+        self.__dict__.setdefault("logits", []).append(logits[0])
         return logits, hidden
 
 

@@ -143,8 +143,8 @@ def test_each_says_what_it_would_say_alone(prompts, ranks, requests, block_size,
     for request, (prompt, count) in zip(added, asked, strict=True):
         assert request.new_tokens == runner.greedy(prompt, count)
         assert request.reused % (ranks * block_size) == 0
-    assert engine.blocks.available == longest + spare
-    assert engine.blocks.found == sum(request.reused for request in added)
+    assert engine.replicas[0].blocks.available == longest + spare
+    assert engine.replicas[0].blocks.found == sum(request.reused for request in added)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -176,7 +176,7 @@ def test_off_by_one_flag():
             added.append(engine.add([1, 2, 3, 4, 5], max_new_tokens=2))
             list(run(engine))
         assert added[1].reused == (4 if on else 0)
-        assert (engine.blocks.asked, engine.blocks.found) == ((10, 4) if on else (0, 0))
+        assert (engine.replicas[0].blocks.asked, engine.replicas[0].blocks.found) == ((10, 4) if on else (0, 0))
 
 
 @pytest.mark.parametrize(("ranks", "blocks", "chunk", "drafts"), [(1, 24, 7, 0), (2, 96, 5, 2), (4, 8, 9, 1)])

@@ -53,7 +53,7 @@ def test_a_cached_context_is_continued(cuts, ranks, interleave):
     start = 0
     for cut in cuts:
         piece = Piece(tokens=TEXT[start : start + cut], start=start, table=TABLE)
-        found, states = runner.forward([piece], range(cut), filling=cut > 1)
+        (found,), states = runner.forward([[piece]], [range(cut)], filling=cut > 1)
         close(found, logits[start : start + cut])
         assert len(states) == ranks
         for state in states:
@@ -66,7 +66,7 @@ def test_rows_are_chosen_in_their_order():
     runner = make_runner(small())
     logits, _ = oracle(small())(TEXT)
     for rows in ([40], [3, 0, 40, 3, 17], []):
-        found, _ = runner.forward([Piece(tokens=TEXT, start=0, table=TABLE)], rows, filling=True)
+        (found,), _ = runner.forward([[Piece(tokens=TEXT, start=0, table=TABLE)]], [rows], filling=True)
         assert found.shape == (len(rows), 64)
         close(found, logits[rows])
 
@@ -77,12 +77,12 @@ def test_requests_do_not_see_each_other():
     texts, tables, starts = [TEXT[:9], TEXT[9:30], TEXT[30:]], [[4, 1], [9, 0, 17], [2, 3]], [4, 20, 0]
     for text, table, start in zip(texts, tables, starts, strict=True):
         if start:
-            runner.forward([Piece(tokens=text[:start], start=0, table=table)], [], filling=True)
+            runner.forward([[Piece(tokens=text[:start], start=0, table=table)]], [[]], filling=True)
     pieces = [
         Piece(tokens=text[start:], start=start, table=table)
         for text, table, start in zip(texts, tables, starts, strict=True)
     ]
-    found, _ = runner.forward(pieces, range(5 + 1 + 11), filling=True)
+    (found,), _ = runner.forward([pieces], [range(5 + 1 + 11)], filling=True)
     right = [oracle(small())(text)[0][start:] for text, start in zip(texts, starts, strict=True)]
     close(found, torch.cat(right))
 
@@ -93,10 +93,10 @@ def test_prediction_module_against_the_dense_one():
     right, start = oracle(small()).draft_logits(TEXT), 0
     for cut in (16, 1, 3, 20):
         forward = Piece(tokens=TEXT[start : start + cut], start=start, table=TABLE)
-        _, hidden = runner.forward([forward], [], filling=True)
+        _, hidden = runner.forward([[forward]], [[]], filling=True)
         following = TEXT[start + 1 : start + cut + 1]
         piece = Piece(tokens=[-1, *following[1:]] if start == 0 else following, start=start, table=TABLE)
-        found, _ = runner.predict([piece], hidden, range(cut), range(cut), filling=True)
+        (found,), _ = runner.predict([[piece]], hidden, [range(cut)], [range(cut)], filling=True)
         close(found, right[start : start + cut])
         start += cut
 
@@ -151,8 +151,8 @@ def test_a_prompt_and_drafts_of_its_size_have_programs_of_their_own():
     machine, runner = counting(ranks=2, mtp=True)
     piece = Piece(tokens=TEXT[:4], start=0, table=TABLE)
     for filling in (False, True, False):
-        _, hidden = runner.forward([piece], [3], filling=filling)
-        runner.predict([piece], hidden, range(4), [3], filling=filling)
+        _, hidden = runner.forward([[piece]], [[3]], filling=filling)
+        runner.predict([[piece]], hidden, [range(4)], [[3]], filling=filling)
     assert [set(program.streams) for program in machine.programs] == [{"main", "side"}] * 2 + [{"main"}] * 2
 
 
@@ -186,10 +186,10 @@ def test_prompts_that_are_long_enough_are_expanded():
     machine, runner = counting(mtp=True)
     for count in (31, 32, 1):
         piece = Piece(tokens=TEXT[:count], start=0, table=TABLE)
-        _, hidden = runner.forward([piece], [0], filling=count > 1)
-        runner.predict([piece], hidden, range(count), [0], filling=count > 1)
-    runner.forward([Piece(tokens=TEXT[:16], start=0, table=TABLE[k * 4 :]) for k in range(2)], [0], filling=True)
-    runner.forward([Piece(tokens=TEXT[:32], start=0, table=TABLE)], [0], filling=False)
+        _, hidden = runner.forward([[piece]], [[0]], filling=count > 1)
+        runner.predict([[piece]], hidden, [range(count)], [[0]], filling=count > 1)
+    runner.forward([[Piece(tokens=TEXT[:16], start=0, table=TABLE[k * 4 :]) for k in range(2)]], [[0]], filling=True)
+    runner.forward([[Piece(tokens=TEXT[:32], start=0, table=TABLE)]], [[0]], filling=False)
     assert [expanded(program) for program in machine.programs] == [False, False, True, True, *[False] * 3]
 
 
@@ -241,7 +241,7 @@ def test_params_and_caches_are_trees():
     copied = Runner(**options, **pytree.tree_map(torch.Tensor.clone, trees))
     assert finish(Engine(runner=copied), [TEXT[:7]], 8) == before
     nothing = Runner(**options, params=pytree.tree_map(torch.zeros_like, trees["params"]))
-    logits, _ = nothing.forward([Piece(tokens=[1], start=0, table=[0])], [0], filling=False)
+    (logits,), _ = nothing.forward([[Piece(tokens=[1], start=0, table=[0])]], [[0]], filling=False)
     assert not logits.any()
 
 
@@ -250,7 +250,7 @@ def test_a_reference_backend_computes_in_float64():
     prepared = [leaves for params in (runner.params, runner.mtp) for leaves in params.leaves.values()]
     floats = pytree.tree_leaves((prepared, runner.caches, runner.mtp_caches))
     assert {leaf.dtype for leaf in floats} == {torch.float64}
-    found, _ = runner.forward([Piece(tokens=TEXT, start=0, table=TABLE)], range(41), filling=True)
+    (found,), _ = runner.forward([[Piece(tokens=TEXT, start=0, table=TABLE)]], [range(41)], filling=True)
     close(found.float(), oracle(small())(TEXT)[0])
 
 
@@ -282,13 +282,13 @@ def test_prediction_without_a_module_is_refused():
     with pytest.raises(InputError, match=message):
         MtpDrafter(runner)
     with pytest.raises(InputError, match=message):
-        runner.predict([Piece(tokens=[1], start=0, table=[0])], [None], [0], [0], filling=False)
+        runner.predict([[Piece(tokens=[1], start=0, table=[0])]], [None], [[0]], [[0]], filling=False)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused():
     runner = make_runner(small())
     with pytest.raises(InputError):
-        runner.forward([Piece(tokens=[64], start=0, table=[0])], [0], filling=False)
+        runner.forward([[Piece(tokens=[64], start=0, table=[0])]], [[0]], filling=False)
 
 
 def test_a_shape_of_another_width_is_another_program():
@@ -296,4 +296,4 @@ def test_a_shape_of_another_width_is_another_program():
     runner = make_runner(small(), table_width=2)
     runner.shape = evolve(runner.shape, table_width=3)
     with pytest.raises(InputError, match=r"block_table\[0\]: must have 4 blocks"):
-        runner.forward([Piece(tokens=TEXT[:16], start=0, table=[0, 1, 2])], [0], filling=True)
+        runner.forward([[Piece(tokens=TEXT[:16], start=0, table=[0, 1, 2])]], [[0]], filling=True)
