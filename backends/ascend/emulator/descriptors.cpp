@@ -101,7 +101,7 @@ int ReleaseHugeMem(void*, bool) { return 0; }
 
 // A launch: the runtime calls Python when the operator's turn has come.
 using Run = int (*)(int64_t executor, int phase, void* workspace, uint64_t bytes);
-void emulator_enqueue(void* stream, Run run, int64_t executor, void* workspace, uint64_t bytes);
+int emulator_enqueue(void* stream, Run run, int64_t executor, void* workspace, uint64_t bytes);
 
 static Run python;
 static int (*python_absent)(int64_t);
@@ -114,8 +114,7 @@ void emulator_python(Run run, int (*absent)(int64_t)) {
 int emulator_absent(int64_t number) { return python_absent(number); }
 
 int emulator_launch(void* workspace, uint64_t bytes, void* executor, void* stream) {
-  emulator_enqueue(stream, python, reinterpret_cast<int64_t>(executor), workspace, bytes);
-  return 0;
+  return emulator_enqueue(stream, python, reinterpret_cast<int64_t>(executor), workspace, bytes);
 }
 
 }  // extern "C"

@@ -26,6 +26,8 @@ from attrs import frozen
 
 #: `aclnn` status codes, as the wheel reports them.
 NULL_ARGUMENT, INVALID_ARGUMENT, TILING_REFUSED = 161001, 161002, 561002
+#: The runtime's, for an update of an operator of a graph that it does not take.
+NOT_UPDATABLE = 207019
 #: What most operators that compute take.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
