@@ -23,7 +23,7 @@ from mla_fx.backends.door import refuse_transforms, special
 from mla_fx.backends.inputs import Loader
 from mla_fx.backends.packing import packer
 from mla_fx.backends.prepared import Prepared, accept, prepare
-from mla_fx.backends.table import Collective, Form, Fusion, MissingRuleError, Rule, Table
+from mla_fx.backends.table import Collective, Form, Fusion, MissingRuleError, Rule, Table, takes_any
 from mla_fx.backends.world import InProcess, World
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import InputError, Op, Program, Step, check
@@ -112,10 +112,24 @@ class Backend:
     def prepare(self, described: Step | Program, *arguments: Any) -> Prepared:
         """The parameters of a step or a program: each argument a sequence with a tree for each rank that runs here.
 
-        They are checked and placed once; every program with these parameters can be compiled with the result.
-        Raises `InputError`.
+        They are checked and placed once; every program with these parameters can be compiled with the result, that
+        wants them in the forms that `described` wants: a parameter of which it wants one form alone is kept in that
+        form alone.  Raises `InputError`.
         """
-        return prepare(described.inputs, arguments, ranks=self.here, device=self.device.kind, dtype=self.dtype)
+        forms = self._forms(described) if self.adversary is None else {}
+        return prepare(
+            described.inputs, arguments, ranks=self.here, device=self.device.kind, dtype=self.dtype, forms=forms
+        )
+
+    def _forms(self, described: Step | Program) -> dict[str, Form]:
+        """The parameters that all of a step or a program wants in one form."""
+        wanted: dict[str, set[Form | None]] = {name: {None} for name in described.outputs}
+        for use in described.equations if isinstance(described, Step) else described.launches:
+            for position, name in enumerate(use.operands):
+                if not takes_any(use.op, position):
+                    wanted.setdefault(name, set()).add(self.form(use.op, position))
+        only = {name: next(iter(found)) for name, found in wanted.items() if len(found) == 1}
+        return {put.name: form for put in described.inputs if put.role == "parameter" and (form := only.get(put.name))}
 
     def compile(
         self, program: Program, prepared: Prepared | None = None, *, unchecked: bool = False, capture: bool = False
