@@ -22,11 +22,12 @@ from mla_fx.backends.device import HOST, Device
 from mla_fx.backends.door import refuse_transforms, special
 from mla_fx.backends.inputs import Loader
 from mla_fx.backends.packing import packer
+from mla_fx.backends.peers import Peers
 from mla_fx.backends.prepared import Prepared, accept, prepare
 from mla_fx.backends.table import Collective, Form, Fusion, MissingRuleError, Rule, Table, takes_any
 from mla_fx.backends.world import InProcess, World
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import InputError, Op, Program, Step, check
+from mla_fx.effects import InputError, Launch, Op, Program, Step, check
 from mla_fx.effects.passes import defined, definition
 
 Tree = TypeVar("Tree")
@@ -142,7 +143,20 @@ class Backend:
         Raises `LawError` for an illegal one, `MissingRuleError` for an op without rule and definition, `InputError`
         for an op that an operator refuses and where `prepared` is not what the program asks for.  `unchecked` skips
         the law, to see what a race does.
+
+        In a group of processes all come here for the same programs in the same order: raises `InputError` where their
+        programs differ, `PeerError` where one does not come.
         """
+        peers = self.world.peers
+        if peers is None:
+            return self._compiled(program, prepared, unchecked)
+        with peers.step():
+            made = self._compiled(program, prepared, unchecked)
+            peers.agree("compile", {"program": made.program})
+        collectives = tuple(launch for launch in made.program.launches if launch.op.communicates)
+        return InGroup(made.program, made.load, made.body, made.pack, peers, collectives)
+
+    def _compiled(self, program: Program, prepared: Prepared | None, unchecked: bool) -> "Executable":
         if self.dtype:
             program = program.with_float(self.dtype)
         if not unchecked:
@@ -238,3 +252,18 @@ class Executable:
             "an executable has memory and streams of its process, and cannot be pickled or copied: send its program, "
             "which can, and compile it there"
         )
+
+
+@frozen(eq=False)
+class InGroup(Executable):
+    """An executable of one process of a group, all of which call it; who fails tells the others (`PeerError`)."""
+
+    peers: Peers
+    collectives: tuple[Launch, ...]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run one step; also raises `PeerError` where another rank was lost."""
+        with self.peers.step(self.collectives):
+            return super().__call__(*arguments)
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -115,6 +115,85 @@ def parameters(op: Op) -> dict[str, Any]:
     return {one.name: getattr(op, one.name) for one in attrs.fields(type(op))}
 
 
+<<<<<<< HEAD
+=======
+@frozen(eq=False)
+class Body:
+    """Rows, with what each is of, for errors; `tail` are the values behind the inputs: parameters, then room."""
+
+    rows: tuple[Row, ...]
+    of: tuple[tuple[Launch | None, int | None], ...]
+    tail: tuple[Any, ...]
+    outputs: Callable[[list[Any]], Sequence[Any]]
+    backend: "Backend"
+    others: tuple[Any, ...]  # streams beside main
+    avals: Mapping[str, Aval]
+    spent: frozenset[str]
+    proven: list[bool] = field(factory=lambda: [False])  # whether a run has shown what the rules give
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        """From the leaves of the inputs to those of the outputs, output after output and rank after rank."""
+        if not self.backend.device.has_streams:
+            return self._issue(values)
+        device = self.backend.device
+        caller = device.enter(self.others)
+        try:
+            return self._issue(values)
+        except BaseException:
+            device.module.synchronize()  # nothing that was issued outlives the tensors it reads
+            raise
+        finally:
+            device.leave(caller)
+
+    def _issue(self, values: list[Any]) -> Sequence[Any]:
+        values += self.tail
+        rows = iter(self.rows)
+        try:
+            if self.proven[0]:
+                for function, take, at, put, empty in rows:
+                    if at is None:
+                        values[put] = function(*take(values))
+                    else:
+                        (values[at],) = function(*take(values))
+                    for place in empty:
+                        values[place] = None
+            else:
+                for number, (function, take, _, put, empty) in enumerate(rows):
+                    values[put] = self._held(number, function, take(values))
+                    for place in empty:
+                        values[place] = None
+                self.proven[0] = True
+        except Exception as error:
+            launch, rank = self.of[len(self.rows) - 1 - length_hint(rows)]
+            if launch is None:
+                raise
+            if isinstance(error, PeerError):
+                raise error.at(launch) from None
+            raise RunError(launch, rank, error) from error
+        return self.outputs(values)
+
+    def _held(self, number: int, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of a row, held against the contract of a rule."""
+        results = function(*operands)
+        self._hold(number, operands, results)
+        return results
+
+    def _hold(self, number: int, operands: Sequence[Any], results: Any) -> None:
+        """Hold results against the contract of a rule, rank by rank."""
+        launch, rank = self.of[number]
+        if launch is None:
+            return
+        avals = [self.avals[name] for name in launch.results]
+        check = partial(check_results, spent=takes_over(launch, self.spent))
+        if rank is not None:
+            return check(launch, operands, results, avals)
+        count, give = len(launch.operands), len(avals)
+        for k in range(len(operands) // count):
+            check(launch, operands[k * count : (k + 1) * count], results[k * give : (k + 1) * give], avals)
+        return None
+
+
+>>>>>>> main
 @define(eq=False)
 class Writer:
     """Writes the rows of a program, effect by effect."""
