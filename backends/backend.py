@@ -149,14 +149,14 @@ class Backend:
         """
         peers = self.world.peers
         if peers is None:
-            return self._compiled(program, prepared, unchecked)
+            return self._compiled(program, prepared, unchecked, capture)
         with peers.step():
-            made = self._compiled(program, prepared, unchecked)
+            made = self._compiled(program, prepared, unchecked, capture)
             peers.agree("compile", {"program": made.program})
         collectives = tuple(launch for launch in made.program.launches if launch.op.communicates)
         return InGroup(made.program, made.load, made.body, made.pack, peers, collectives)
 
-    def _compiled(self, program: Program, prepared: Prepared | None, unchecked: bool) -> "Executable":
+    def _compiled(self, program: Program, prepared: Prepared | None, unchecked: bool, capture: bool) -> "Executable":
         if self.dtype:
             program = program.with_float(self.dtype)
         if not unchecked:
