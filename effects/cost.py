@@ -11,7 +11,7 @@ one rank then sends, and receives as much:
     all_reduce   2 (W - 1) m / W    a ring: reduce-scatter, then all-gather, which no algorithm undercuts (P. Patarasu,
                                     X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
                                     J. Parallel Distrib. Comput. 69, 2009); the mean over ranks where W does not divide.
-                                    In rank order (`backends.Processes`) as much: an all-to-all of m, all-gather of m / W
+                                    In rank order it is as much: an all-to-all of m, then an all-gather of m / W
 
 rounded up to bytes; nothing where W = 1.
 
