@@ -1,24 +1,54 @@
 """The backend that a command asks for, emulated where it asks for that, and the sizes that all commands have."""
 
 import argparse
+import contextlib
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
+
+import torch.distributed as dist
 
 from mla_fx import StepShape, attention_step, backends
 from mla_fx.backends import Backend
+from mla_fx.cli_group import joined, place
 from mla_fx.effects import InputError
 from mla_fx.models import ModelConfig
 
 
-def chosen(options: argparse.Namespace) -> Backend:
-    """`--backend`, with `--emulate` over the emulated CANN; `--adversary` is the seed of either hostile machine."""
-    if not options.emulate:
-        return backends.get(options.backend, ranks=options.ranks, adversary=options.adversary)
-    if options.backend != "ascend":
-        raise InputError(f"--emulate: is for --backend ascend: got --backend {options.backend}")
-    from mla_fx.backends.ascend.emulator import emulate
+@contextlib.contextmanager
+def together(options: argparse.Namespace) -> Iterator[None]:
+    """The device of `--backend`, ready for use, and `options.group`, where there are processes to run in together.
 
-    emulate(seed=options.adversary or 0)
-    return backends.get("ascend", ranks=options.ranks)
+    `options.ranks` are then as many as there are processes, unless it says something else.
+    """
+    if options.emulate:
+        if options.backend != "ascend":
+            raise InputError(f"--emulate: is for --backend ascend: got --backend {options.backend}")
+        from mla_fx.backends.ascend.emulator import emulate
+
+        emulate(seed=options.adversary or 0)
+    found = place()
+    size = 1 if found is None else found[1]
+    if options.processes not in (None, size):
+        raise InputError(f"--processes: must be as many as there are, {size}: got {options.processes}")
+    if found is None:
+        options.group, options.ranks = None, options.ranks or 2
+        yield
+        return
+    if options.backend == "ascend" and not options.emulate:
+        import_module("mla_fx.backends.ascend").require_torch_npu()
+    options.ranks = options.ranks or size
+    with joined(options.backend, options.timeout) as options.group:
+        yield
+
+
+def chosen(options: argparse.Namespace, name: str | None = None) -> Backend:
+    """`--backend`, or the one called `name`, in one process or in this process's group."""
+    seed = None if options.emulate or name else options.adversary  # the emulator has it
+    if options.group is None:
+        return backends.get(name or options.backend, ranks=options.ranks, adversary=seed)
+    group = options.group if name is None else dist.new_group(backend="gloo")
+    return backends.get(name or options.backend, ranks=options.ranks, adversary=seed, group=group)
 
 
 def dtype(options: argparse.Namespace, config: ModelConfig, backend: Backend) -> str:
