@@ -29,6 +29,7 @@ seen when b was issued includes a's tick.  No other order exists on a device.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from attrs import define, field, frozen
 
@@ -38,7 +39,7 @@ from mla_fx.effects.program import MAIN, Drop, Effect, Input, Keep, Launch, Prog
 
 @frozen
 class Violation:
-    """One breach: the rule, both effects (None where there is no second), and what is missing.
+    """One breach: the rule, both effects, of a session both actions (None where there is no second), what is missing.
 
     `order` is True when an order is missing, so that some execution goes
     wrong; False when the program is malformed or carries an idle effect.
@@ -46,8 +47,8 @@ class Violation:
 
     rule: int
     message: str
-    first: Effect | None = None
-    second: Effect | None = None
+    first: Any = None
+    second: Any = None
     order: bool = False
 
     def __str__(self) -> str:

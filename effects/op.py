@@ -9,6 +9,7 @@ it says of itself are class attributes:
     views         result -> operand: that result is a view of the operand, in the same memory, and no version of its own
     uses          workspaces that the op needs for itself while it runs; a parameter may name one
     communicates  how it meets the other ranks of its `group`: "all_gather", "all_to_all", "all_reduce", or None
+    waits         whether its rule waits for the device, to read there what decides what it does next
 
 Every op reads all its operands, and has at least one.
 """
@@ -41,6 +42,7 @@ class Op:
     writes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     views: ClassVar[Mapping[str, str]] = MappingProxyType({})
     communicates: ClassVar[Meeting | None] = None
+    waits: ClassVar[bool] = False
 
     @property
     def uses(self) -> tuple[str, ...]:

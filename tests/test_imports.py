@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
+from inspect import isfunction
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,17 @@ def test_imports_are_absolute_and_explicit(path):
 def test_effects_take_nothing_of_torch_but_its_pytrees(path):
     torch = {module for module in imported(parse(path)) if module.split(".")[0] in ("torch", "torch_npu", "numpy")}
     assert torch <= ({"torch.utils._pytree"} if path.name == "step.py" else set())
+
+
+def test_the_law_of_a_session_takes_the_value_and_nothing_that_makes_one():
+    session = importlib.import_module("mla_fx.effects.session")
+    taken = {
+        module.rpartition(".")[2]
+        for name in ("check_session.py", "session_memory.py")
+        for module in imported(parse(ROOT / "effects" / name))
+        if ".session." in module
+    }
+    assert "Session" in taken and not [name for name in taken if isfunction(getattr(session, name))]
 
 
 def test_the_law_shares_no_code_with_the_scheduler():

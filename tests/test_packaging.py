@@ -206,7 +206,7 @@ def test_wheel_has_every_module_and_nothing_else(built):
     (wheel,) = built.glob("*.whl")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     found = (path for top in ("mla_fx", *LINKED) for path in (ROOT / top).glob("**/*"))
-    modules = {path.relative_to(ROOT) for path in found if path.suffix in (".py", ".cpp")}
+    modules = {path.relative_to(ROOT) for path in found if path.suffix in (".py", ".cpp", ".h")}
     inside = {path if path.parts[0] == "mla_fx" else Path("mla_fx") / path for path in modules}
     data = {"mla_fx/py.typed"}
     for package, names in PROJECT["tool"]["setuptools"]["package-data"].items():

@@ -87,6 +87,21 @@ class Peek(Toy):
 
 
 @frozen
+class Lengths(Toy):
+    """Feels integers on the host, and uses a workspace, as attention does."""
+
+    operands: ClassVar = {"a": "T", "lengths": "B host"}
+    uses: ClassVar = ("workspace",)
+
+
+@frozen
+class Asks(One):
+    """Reads on the host what it then goes by."""
+
+    waits: ClassVar = True
+
+
+@frozen
 class Exchange(Toy):
     group: Group = DCP
     operands: ClassVar = {"a": "T"}
@@ -121,6 +136,10 @@ def update_rule(state: torch.Tensor, a: torch.Tensor, *, run: Run, salt: int) ->
     return (state.copy_(mix(state, a, salt=salt)),)
 
 
+def lengths_rule(a: torch.Tensor, lengths: tuple[int, ...], *, run: Run, salt: int) -> tuple[torch.Tensor, ...]:
+    return (mix(a, salt=salt + sum((k + 1) * one for k, one in enumerate(lengths))),)
+
+
 def send(a: torch.Tensor, *, run: Run, salt: int, group: Group) -> torch.Tensor:
     return a.clone()
 
@@ -130,7 +149,8 @@ def receive(moved: torch.Tensor, a: torch.Tensor, *, run: Run, salt: int, group:
 
 
 RULES: Mapping[type[Op], Any] = {
-    **dict.fromkeys((One, Two, Scratch, Room, Both), mix_rule),
+    **dict.fromkeys((One, Two, Scratch, Room, Both, Asks), mix_rule),
+    Lengths: lengths_rule,
     Fork: fork_rule,
     Update: update_rule,
     Peek: peek_rule,

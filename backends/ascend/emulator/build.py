@@ -3,8 +3,8 @@
 Decided here: what is built, from what, and where it is kept.  The wheel links
 to nine libraries by name.  `libascendcl.so` is the runtime, `libopapi.so` the
 operators' entry points, `libhccl.so` the collectives; the others are empty and
-only satisfy the loader.  What the wheel asks for and neither `runtime.cpp` nor
-`hccl.cpp` defines is a weak function that returns 0, so that a call which
+only satisfy the loader.  What the wheel asks for and none of the sources
+here defines is a weak function that returns 0, so that a call which
 matters and is missing shows at that call.
 
 Every operator that the wheel can ask for has an entry point, emulated or not:
@@ -35,7 +35,7 @@ from mla_fx.backends.ascend.emulator.trampolines import assembly
 from mla_fx.effects import InputError
 
 _HERE = Path(__file__).parent
-_SOURCES = ("runtime.cpp", "descriptors.cpp", "hccl.cpp")
+_SOURCES = ("device.h", "device.cpp", "capture.h", "capture.cpp", "runtime.cpp", "descriptors.cpp", "hccl.cpp")
 #: The wheel that is emulated under.
 WHEEL: Final = "2.13.0"
 #: In the order in which they must be loaded.
@@ -174,7 +174,11 @@ def _compile(folder: Path, operators: Sequence[str]) -> None:
     (folder / "empty.cpp").write_text("")
     headers = [f"-I{root / 'include' / part}" for part in (".", "third_party/hccl/inc")]
     sources: dict[str, list[str | Path]] = {
-        "libascendcl": [*headers, _HERE / "runtime.cpp", folder / "absent.cpp"],
+        "libascendcl": [
+            *headers,
+            *(_HERE / name for name in ("device.cpp", "capture.cpp", "runtime.cpp")),
+            folder / "absent.cpp",
+        ],
         "libopapi": [folder / "entries.s", _HERE / "descriptors.cpp"],
         "libhccl": [*headers, _HERE / "hccl.cpp"],
     }

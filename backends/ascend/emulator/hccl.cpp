@@ -18,6 +18,7 @@
 // A device does its work by itself; this one while its host waits for it, or for the making of a group.  A host that
 // waits for something else (what a peer says once it has a result, say) would keep peers waiting for ever: so where one
 // has waited for a while for a collective that was issued here, a thread of its own runs the device until it is done.
+#include "device.h"
 #include "hccl/hccl.h"
 
 #include <fcntl.h>
@@ -38,8 +39,7 @@
 #include <vector>
 
 extern "C" {
-using Turn = int (*)(void* collective, int phase, int ask);
-void emulator_enqueue_collective(aclrtStream, Turn, void* collective, int phases, int64_t subject, int64_t bytes);
+aclError emulator_enqueue_collective(aclrtStream, device::Issue, device::Turn, void* collective, int64_t subject, int64_t bytes);
 int emulator_wait(int (*done)(void*), void* subject);
 void emulator_help(int (*done)());
 uint64_t emulator_thrown_away();
@@ -328,9 +328,8 @@ std::string missing(Collective& c, int phase, bool hopeless) {
   return text;
 }
 
-enum Ask { READY, HOPELESS, GIVE_UP, RUN };  // see runtime.cpp
-
 int turn(void* handle, int phase, int ask) {
+  using namespace device;
   auto& c = *static_cast<Collective*>(handle);
   if (!c.refused.empty()) {
     if (ask == RUN) refuse(c.refused);
@@ -358,21 +357,25 @@ Collective* begin(HcclComm comm, Op op, HcclDataType dtype, uint32_t detail, uin
   return made;
 }
 
-HcclResult issue(Collective* c, aclrtStream stream) {
+// Gives a collective its number in its group: to itself, or (`again`) to one more, for a replay of what was captured.
+void* number(void* handle, int again) {
+  auto* c = static_cast<Collective*>(handle);
+  if (again) c = new Collective(*c);
   Group& group = *c->group;
   if (group.thrown_away != emulator_thrown_away() && group.own().collected < group.issued)
     c->refused = "group " + group.name + ": a fault threw collectives away; make the group anew";
+  if (c->refused.empty()) c->number = ++group.issued;
+  return c;
+}
+
+// What is refused is a fault where the host waits: what the wheel's host queue is told may reach nobody.
+HcclResult issue(Collective* c, aclrtStream stream) {
   if (c->what.dtype > HCCL_DATA_TYPE_BFP16)
     c->refused = std::string(kOps[c->what.op]) + ": dtype " + std::to_string(c->what.dtype) + " is not emulated";
-  if (!c->refused.empty()) {  // a fault where the host waits: what the wheel's host queue is told may reach nobody
-    emulator_enqueue_collective(stream, turn, c, 1, 0, 0);
-    return HCCL_SUCCESS;
-  }
-  c->number = ++group.issued;
   uint64_t bytes = 0;
   for (const Segment& in : c->sends) bytes += in.bytes;
-  emulator_enqueue_collective(stream, turn, c, 3, c->what.op + 256 * c->what.dtype, bytes);
-  return HCCL_SUCCESS;
+  int64_t subject = c->what.op + 256 * c->what.dtype;
+  return emulator_enqueue_collective(stream, number, turn, c, subject, bytes) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
 }
 
 Segment part(const void* memory, uint64_t first, uint64_t count, HcclDataType dtype) {

@@ -1,9 +1,10 @@
 """The emulated device in this process: loaded libraries, operators as callbacks, seeds and traces.
 
 Decided here: what happens when the wheel calls an operator, and what a trace says.
-What the device does with tasks is `runtime.cpp`; what operators compute is `operators`.
+What the device does with tasks is `runtime.cpp`, what it captures `capture.cpp`; what operators compute is `operators`.
 """
 
+import atexit
 import ctypes
 import itertools
 import traceback
@@ -17,12 +18,18 @@ from attrs import define, field, frozen
 
 from mla_fx.backends.ascend.emulator.arguments import ARGUMENTS
 from mla_fx.backends.ascend.emulator.build import LIBRARIES, SUFFIXES, entry_points
-from mla_fx.backends.ascend.emulator.operator import NULL_ARGUMENT, Operator, RefusedError, Sized, poison
+from mla_fx.backends.ascend.emulator.fractal import Fractal, memory
+from mla_fx.backends.ascend.emulator.operator import NOT_UPDATABLE, NULL_ARGUMENT, Operator, RefusedError, Sized, poison
 from mla_fx.backends.ascend.emulator.releases import Release
 from mla_fx.effects import InputError
 
 _TENSORS = frozenset("TOLWD")  # words of a signature that are tensors, see `emulator.operator`
-_KINDS = ("operator", "record", "wait", "to_device", "to_host", "on_device", "fill", "collective", "prefetch")
+_KINDS = (
+    *("operator", "record", "wait", "to_device", "to_host", "on_device", "fill", "collective", "prefetch"),
+    *("value_wait", "value_write", "replay", "update"),
+)
+#: What an operator is asked, as `device.h` numbers it.
+_BEGIN, _END, _REPLAY_BEGIN, _REPLAY_END, _KEEP, _COMPARE, _CHANGE, _FORGET, _BLAME = range(9)
 #: As `hccl.cpp` numbers them; and its dtypes.
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"),
@@ -43,9 +50,13 @@ class Traced:
     """Something that ran on the device.
 
     `kind` is operator, record, wait, to_device, to_host, on_device (a copy by
-    the runtime), fill, collective (of a group of processes) or prefetch (a hint, which moves nothing); `stream` and
-    `event` are the handles that `torch.npu.Stream.npu_stream` and
-    `torch.npu.Event.npu_event` show.  `name` is an operator's, as CANN knows
+    the runtime), fill, collective (of a group of processes), prefetch (a hint, which moves nothing), value_wait and
+    value_write (of a word in memory: an external event's wait, reset and record), replay (of a graph, in front of what
+    it runs) or update (of an operator of a graph).  `stream` and `event` are the handles that
+    `torch.npu.Stream.npu_stream` and `torch.npu.Event.npu_event` show; of what a replay runs, `stream` is the one that
+    it was captured on, and `graph` the graph's number, which is 0 for what the host issued (and an update's).  So what
+    the host issued is what has no `graph`.
+    `name` is an operator's, as CANN knows
     it, or a collective's; `operands` and `results` are the dtypes and shapes of
     an operator's tensors, of a collective what this rank sends.  `bytes_` is
     what a copy moved, the size of an operator's tensors, or what a rank sends.
@@ -62,6 +73,7 @@ class Traced:
     results: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
     bytes_: int = 0
     kernels: int = 1
+    graph: int = 0
 
     @property
     def casts(self) -> bool:
@@ -71,7 +83,7 @@ class Traced:
 
 
 class _Entry(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("kind", "stream", "subject", "bytes")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("kind", "stream", "subject", "bytes", "graph")]
 
 
 @frozen(eq=False, repr=False)
@@ -90,15 +102,50 @@ class _Call:
             if kind in _TENSORS and value is not None:
                 for found in value if kind in "LW" else (value,):
                     tensor = found.room if isinstance(found, Sized) else found
+                    if isinstance(found, Fractal):
+                        tensor = memory(found, self.operator)
                     if tensor is not None:
                         (self.written if kind in "OWD" else self.read).append(tensor)
                         if not self.operator.lies(place, tensor):
                             self.strided.append(place)
 
+    def difference(self, before: "_Call") -> str | None:
+        """Why this one cannot take the place of `before` in a graph: all but lists of integers must be the same."""
+        if self.name != before.name:
+            return f"the operator must be {before.name}"
+        for place, (kind, new, old) in enumerate(
+            zip(self.operator.kinds, self.arguments, before.arguments, strict=True)
+        ):
+            if kind != "I" and (found := _said(new)) != (expected := _said(old)):
+                return f"argument {place} must be as captured, {expected}: got {found}"
+        return None
+
     @property
     def kernels(self) -> int:
         """See `Traced`.  What is written in place is made contiguous, and copied back."""
         return 1 + len(self.strided) + (self.name.startswith("aclnnInplace") and 0 in self.strided)
+
+
+def _said(argument: Any) -> str:
+    """An argument of an operator; of a tensor all but its content."""
+    if isinstance(argument, Sized):
+        return _said(argument.room)
+    if isinstance(argument, list):
+        return f"[{', '.join(_said(item) for item in argument)}]"
+    if not isinstance(argument, torch.Tensor):
+        return repr(argument)
+    return f"{argument.dtype} {tuple(argument.shape)} with strides {argument.stride()} at {argument.data_ptr():#x}"
+
+
+def _with_scratch(call: _Call, workspace: int | None, size: int) -> list[Any]:
+    """What an operator's functions are called with: where it has scratch, its workspace first."""
+    need = call.operator.scratch(*call.arguments)
+    if need > size:
+        raise IndexError(f"workspace: must have {need} bytes: got {size}")
+    if not (need and workspace):
+        return call.arguments
+    raw = (ctypes.c_char * size).from_address(workspace)
+    return [torch.frombuffer(raw, dtype=torch.uint8), *call.arguments]
 
 
 @define(eq=False, repr=False)
@@ -112,6 +159,7 @@ class Machine:
     _added: dict[str, Operator] = field(factory=dict, init=False)  # by hand; in every release
     _runtime: ctypes.CDLL = field(init=False)
     _pending: dict[int, _Call] = field(factory=dict, init=False)
+    _captured: dict[int, _Call] = field(factory=dict, init=False)  # for as long as their graph has them
     _traced: dict[int, _Call] | None = field(default=None, init=False)
     _thrown_away: int = field(default=0, init=False)  # this call and all before it
     _numbers: Iterator[int] = field(factory=lambda: itertools.count(1), init=False)
@@ -127,6 +175,7 @@ class Machine:
         self._runtime.emulator_trace_length.restype = ctypes.c_int64
         self._runtime.emulator_trace_entries.restype = _Pointer
         self._runtime.emulator_seed.argtypes = [ctypes.c_uint64]
+        atexit.register(self._runtime.emulator_leave)
         self._entries = {name: slot for slot, name in enumerate(entry_points(self.folder))}
         run, absent = _Run(self._run), _Absent(self._absent)
         self._callbacks += [run, absent]
@@ -231,9 +280,9 @@ class Machine:
         if kind == "collective":
             name, dtype = _COLLECTIVES[entry.subject % 256], _SENT[entry.subject // 256]
             sent = ((dtype, (entry.bytes // dtype.itemsize,)),)
-            return Traced(kind, entry.stream, name=name, operands=sent, bytes_=entry.bytes)
-        if kind != "operator":
-            return Traced(kind, entry.stream, event=entry.subject, bytes_=entry.bytes)
+            return Traced(kind, entry.stream, name=name, operands=sent, bytes_=entry.bytes, graph=entry.graph)
+        if kind not in ("operator", "update"):
+            return Traced(kind, entry.stream, event=entry.subject, bytes_=entry.bytes, graph=entry.graph)
         call = (self._traced or {})[entry.subject]
         return Traced(
             kind,
@@ -243,6 +292,7 @@ class Machine:
             results=tuple((t.dtype, tuple(t.shape)) for t in call.written),
             bytes_=sum(t.numel() * t.element_size() for t in call.read + call.written),
             kernels=call.kernels,
+            graph=entry.graph,
         )
 
     # --- called from C ---------------------------------------------------------
@@ -257,12 +307,13 @@ class Machine:
             operator = self._operators[name]
             try:
                 arguments = [read(value) for (_, read), value in zip(passed, raw[:-2], strict=True)]
+                call = _Call(name, operator, arguments)
                 operator.check(*arguments)
                 asked = operator.scratch if launched or operator.most is None else operator.most
                 raw[-2][0] = asked(*arguments)
                 raw[-1][0] = number = next(self._numbers)
                 if launched:
-                    self._pending[number] = _Call(name, operator, arguments)
+                    self._pending[number] = call
                 return 0
             except RefusedError as error:
                 return self._say(f"{name}: {error}", error.status)
@@ -272,28 +323,50 @@ class Machine:
         return kind(plan)
 
     def _run(self, number: int, phase: int, workspace: int | None, size: int) -> int:
-        """An operator begins (phase 0) or ends (phase 1)."""
-        if number <= self._thrown_away:
-            return 0  # the host queue still had it
+        """What the device asks about an operator: see `device.h`."""
         try:
-            call = self._pending[number] if phase == 0 else self._pending.pop(number)
-            arguments = call.arguments
-            need = call.operator.scratch(*arguments)
-            if need > size:
-                raise IndexError(f"workspace: must have {need} bytes: got {size}")
-            if need and workspace:
-                raw = (ctypes.c_char * size).from_address(workspace)
-                arguments = [torch.frombuffer(raw, dtype=torch.uint8), *arguments]
-            if phase == 0:
-                if self._traced is not None:
-                    self._traced[number] = call
-                poison(call.written, call.read)
-                call.operator.begin(*arguments)
+            if phase in (_BEGIN, _END) and number <= self._thrown_away:
+                return 0  # the host queue still had it
+            if phase in (_BEGIN, _REPLAY_BEGIN):
+                self._begin(number, (self._pending if phase == _BEGIN else self._captured)[number], workspace, size)
+            elif phase in (_END, _REPLAY_END):
+                call = self._pending.pop(number) if phase == _END else self._captured[number]
+                call.operator.run(*_with_scratch(call, workspace, size))
             else:
-                call.operator.run(*arguments)
+                return self._of_a_graph(number, phase, workspace)
             return 0
         except Exception:
             return self._say(traceback.format_exc(), 1)
+
+    def _begin(self, number: int, call: _Call, workspace: int | None, size: int) -> None:
+        arguments = _with_scratch(call, workspace, size)
+        if self._traced is not None:
+            self._traced[number] = call
+        poison(call.written, call.read)
+        call.operator.begin(*arguments)
+
+    def _of_a_graph(self, number: int, phase: int, other: int | None) -> int:
+        """A graph has an operator, gets another one in its place (`other`: the one before), or has it no more."""
+        if phase == _KEEP and number in self._pending:
+            self._captured[number] = self._pending.pop(number)
+        elif phase == _COMPARE:
+            call = self._pending[number]
+            if (wrong := call.difference(self._captured[other or 0])) is not None:
+                return self._say(f"{call.name}: update: {wrong}", NOT_UPDATABLE)
+            self._captured[number] = self._pending.pop(number)
+        elif phase == _CHANGE and self._traced is not None:
+            self._traced[number] = self._captured[number]
+        elif phase == _FORGET:
+            self._pending.pop(number, None)
+            self._captured.pop(number, None)
+        elif phase == _BLAME:
+            name = self._captured[number].name
+            return self._say(
+                f"emulated CANN: deadlock: {name} of a graph that is replayed waits for ever: nothing that was issued "
+                "records the external event in front of it; was its update forgotten?",
+                1,
+            )
+        return 0
 
     def _absent(self, index: int) -> int:
         return self._say(f"{list(self._entries)[index]} is not in the emulator's table of operators", NULL_ARGUMENT)

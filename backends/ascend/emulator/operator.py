@@ -26,6 +26,8 @@ from attrs import frozen
 
 #: `aclnn` status codes, as the wheel reports them.
 NULL_ARGUMENT, INVALID_ARGUMENT, TILING_REFUSED = 161001, 161002, 561002
+#: The runtime's, for an update of an operator of a graph that it does not take.
+NOT_UPDATABLE = 207019
 #: What most operators that compute take.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -83,6 +85,7 @@ class Operator:
     `lies(position, tensor)` says whether an argument is taken as it lies; the
     real call makes the others contiguous first, in a kernel each (and results
     behind), which a trace counts (`Traced.kernels`).
+    `fractal`: it takes tensors in FRACTAL_NZ, which others refuse (`emulator.fractal`).
     """
 
     signature: str
@@ -92,6 +95,7 @@ class Operator:
     begin: Callable[..., None] = _nothing
     most: Callable[..., int] | None = None
     lies: Callable[[int, torch.Tensor], bool] = contiguous
+    fractal: bool = False
 
     @cached_property
     def kinds(self) -> list[str]:

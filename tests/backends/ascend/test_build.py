@@ -184,4 +184,4 @@ def test_aarch64_entries_are_assembly():
 def test_sources_are_shipped():
     """The C++ lies in the package, beside the modules."""
     folder = Path(sys.modules[build.__name__].__file__ or "").resolve().parent
-    assert {path.name for path in folder.glob("*.cpp")} == set(build._SOURCES)
+    assert {path.name for path in folder.iterdir() if path.suffix in (".cpp", ".h")} == set(build._SOURCES)
