@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends.peers import STOPPED, PeerError
 from mla_fx.cli_group import first_to_say, place
 from mla_fx.cli_processes import launch
 from mla_fx.decode import QUANTIZATIONS
@@ -115,6 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except (InputError, ShapeError, ScheduleError, LawError) as error:
         return _said(f"mla-fx {options.command}: {error}", 2)
+    except PeerError as error:
+        if error.why == STOPPED:
+            return _said(f"\nmla-fx {options.command}: stopped", 130)
+        return _said(f"mla-fx {options.command}: {error}", 1)
     except KeyboardInterrupt:
         return _said(f"\nmla-fx {options.command}: stopped", 130)
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
@@ -247,6 +252,12 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--backend", choices=sorted(backends.NAMED), default="cpu", help="what runs the steps (default %(default)s)")
     add("--emulate", action="store_true", help="run --backend ascend on the emulated CANN, without an NPU")
+    add(
+        "--layout",
+        metavar="tp=T,dcp=C,dp=D",
+        help="ranks by group: T of them share heads, C of these the sequence, and there are D replicas, each with "
+        "requests of its own (default: all share both)",
+    )
     add("--processes", type=_count, metavar="N", help="run in N processes of this machine, one for each rank")
     add(
         "--timeout",
@@ -255,7 +266,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a process waits for the others, at most (default %(default)g)",
     )
-    add("--requests", type=_count, default=2, metavar="B", help="requests in the batch (default %(default)s)")
+    add(
+        "--requests",
+        type=_count,
+        default=2,
+        metavar="B",
+        help="requests in the batch, of each replica (default %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
     add("--adversary", type=int, metavar="SEED", help="run on the hostile machine, or the emulated one, with this seed")
 

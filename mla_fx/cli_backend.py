@@ -12,14 +12,15 @@ from mla_fx import StepShape, attention_step, backends
 from mla_fx.backends import Backend
 from mla_fx.cli_group import joined, place
 from mla_fx.effects import InputError
+from mla_fx.layout import Layout, layout_of
 from mla_fx.models import ModelConfig
 
 
 @contextlib.contextmanager
 def together(options: argparse.Namespace) -> Iterator[None]:
-    """The device of `--backend`, ready for use, and `options.group`, where there are processes to run in together.
+    """The device of `--backend`, ready for use, the `Layout` that is asked for, and the group of processes or None.
 
-    `options.ranks` are then as many as there are processes, unless it says something else.
+    They are `options.layout` and `options.group`.  Without `--layout` and `--ranks` there is a rank for each process.
     """
     if options.emulate:
         if options.backend != "ascend":
@@ -28,27 +29,36 @@ def together(options: argparse.Namespace) -> Iterator[None]:
 
         emulate(seed=options.adversary or 0)
     found = place()
-    size = 1 if found is None else found[1]
+    size = None if found is None else found[1]
     if options.processes not in (None, size):
         raise InputError(f"--processes: must be as many as there are, {size}: got {options.processes}")
+    options.layout = _layout(options, size or 2)
+    options.group = None
     if found is None:
-        options.group, options.ranks = None, options.ranks or 2
         yield
         return
     if options.backend == "ascend" and not options.emulate:
         import_module("mla_fx.backends.ascend").require_torch_npu()
-    options.ranks = options.ranks or size
     with joined(options.backend, options.timeout) as options.group:
         yield
+
+
+def _layout(options: argparse.Namespace, ranks: int) -> Layout:
+    if options.layout is None:
+        return layout_of(options.ranks or ranks)
+    layout = Layout.parse(options.layout)
+    if options.ranks not in (None, layout.size):
+        raise InputError(f"--ranks: must be those of --layout, {layout.size}, or not be given: got {options.ranks}")
+    return layout
 
 
 def chosen(options: argparse.Namespace, name: str | None = None) -> Backend:
     """`--backend`, or the one called `name`, in one process or in this process's group."""
     seed = None if options.emulate or name else options.adversary  # the emulator has it
     if options.group is None:
-        return backends.get(name or options.backend, ranks=options.ranks, adversary=seed)
+        return backends.get(name or options.backend, ranks=options.layout, adversary=seed)
     group = options.group if name is None else dist.new_group(backend="gloo")
-    return backends.get(name or options.backend, ranks=options.ranks, adversary=seed, group=group)
+    return backends.get(name or options.backend, ranks=options.layout, adversary=seed, group=group)
 
 
 def dtype(options: argparse.Namespace, config: ModelConfig, backend: Backend) -> str:
@@ -67,6 +77,6 @@ def _refused(backend: Backend, config: ModelConfig, dtype: str) -> bool:
 
 
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `StepShape` that every command asks for, each by its own name."""
-    names = ("ranks", "block_size", "replicate_query", "project_before_merge", "round_angles", "quantization")
-    return {name: getattr(options, name) for name in names}
+    """The fields of a `StepShape` that every command asks for, each by its own name; `ranks` may be a layout."""
+    names = ("block_size", "replicate_query", "project_before_merge", "round_angles", "quantization")
+    return {name: getattr(options, name) for name in names} | {"ranks": getattr(options, "layout", options.ranks)}

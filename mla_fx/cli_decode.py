@@ -14,6 +14,7 @@ from tqdm import tqdm
 from mla_fx import StepShape
 from mla_fx.cli_backend import chosen, dtype, sizes
 from mla_fx.effects import InputError, Orchestration
+from mla_fx.layout import Layout, layout_of
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.runner import Piece
@@ -100,11 +101,11 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
             f"got {longest}"
         )
     made = [chosen(options)]
-    shape = _shape(options, len(prompts), longest, dtype(options, config, made[0]))
+    shape = _shape(options, longest, dtype(options, config, made[0]))
     name = options.model or "built-in model, trained to add"
     heads = f"{config.attention.num_attention_heads} heads, latent {config.attention.kv_lora_rank}"
     print(f"{name}: {config.num_hidden_layers} layers, {heads}")
-    print(f"{options.backend}, {options.ranks} ranks, {shape.dtype}, {orchestration.name} ({options.mode})")
+    print(f"{options.backend}, {_ranks(options.layout)}, {shape.dtype}, {orchestration.name} ({options.mode})")
 
     if not options.no_reference:
         made.append(chosen(options, "reference"))
@@ -140,12 +141,16 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
     return 0
 
 
-def _shape(options: argparse.Namespace, requests: int, longest: int, dtype: str) -> StepShape:
-    """Sizes in which every request has blocks for `longest` positions."""
-    width = -(-longest // (options.block_size * options.ranks))
+def _ranks(layout: Layout) -> str:
+    return f"{layout.size} ranks" + ("" if layout == layout_of(layout.size) else f" ({layout})")
+
+
+def _shape(options: argparse.Namespace, longest: int, dtype: str) -> StepShape:
+    """Sizes in which every request of a replica has blocks for `longest` positions."""
+    width = -(-longest // (options.block_size * options.layout.dcp))
     return StepShape(
-        requests=requests,
-        blocks=requests * width,
+        requests=options.requests,
+        blocks=options.requests * width,
         table_width=width,
         dtype=dtype,
         **sizes(options),
@@ -159,12 +164,13 @@ def _drawn(options: argparse.Namespace) -> bool:
 
 def _prompts(options: argparse.Namespace, vocabulary: int, generator: torch.Generator) -> list[list[int]]:
     """Tokens at random; or, of the built-in model and without a length, problems it can solve."""
+    requests = options.requests * options.layout.dp
     if _drawn(options):
         count = 40 if options.prompt is None else options.prompt
-        drawn: list[list[int]] = torch.randint(vocabulary, (options.requests, count), generator=generator).tolist()
+        drawn: list[list[int]] = torch.randint(vocabulary, (requests, count), generator=generator).tolist()
         return drawn
     tokenizer = Tokenizer(DIRECTORY)
-    return [tokenizer.encode(prompt) for prompt, _ in problems(options.requests, seed=options.seed)]
+    return [tokenizer.encode(prompt) for prompt, _ in problems(requests, seed=options.seed)]
 
 
 @define

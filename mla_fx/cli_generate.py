@@ -62,7 +62,7 @@ class Asked:
         """
         options = self.options
         checkpoint, backend = Checkpoint.open(options.model or DIRECTORY), chosen(options)
-        sharding = Sharding(ranks=options.ranks, interleave=options.interleave, block_size=options.block_size)
+        sharding = Sharding(ranks=options.layout.dcp, interleave=options.interleave, block_size=options.block_size)
         if longest is None:
             longest = min(checkpoint.config.max_position_embeddings or CONVERSATION, CONVERSATION)
             width = options.blocks or sharding.blocks(longest + options.drafts)
@@ -187,7 +187,7 @@ def _chat(asked: Asked) -> tuple[Engine, Iterator[str]]:
 def _lines(engine: Engine) -> Iterator[str]:
     """Lines of standard input; in a group rank 0 reads them for all, and while none comes it tells the others so."""
     backend = engine.runner.backend
-    if len(backend.here) == backend.ranks:
+    if len(backend.here) == backend.layout.size:
         yield from map(str.rstrip, sys.stdin)
         return
     typed = _typed() if backend.here.start == 0 else itertools.repeat(None)
