@@ -22,7 +22,7 @@ from mla_fx.backends.device import Run
 from mla_fx.backends.prepared import Prepared
 from mla_fx.backends.rows import Body, Row, takes_over
 from mla_fx.backends.staging import Staging
-from mla_fx.backends.table import Collective, Form, Rule
+from mla_fx.backends.table import Collective, Form, Rule, formed, takes_any
 from mla_fx.effects import MAIN, Aval, Drop, Input, Keep, Launch, Op, Program, Record, Stage, Wait
 from mla_fx.effects.passes import definition
 
@@ -115,15 +115,6 @@ def parameters(op: Op) -> dict[str, Any]:
     return {one.name: getattr(op, one.name) for one in attrs.fields(type(op))}
 
 
-def formed(rule: Rule, forms: Mapping[int, Form]) -> Rule:
-    """A rule whose operands at these positions are brought into a form first."""
-
-    def with_forms(*operands: Any) -> Any:
-        return rule(*(forms[k](x) if k in forms else x for k, x in enumerate(operands)))
-
-    return with_forms if forms else rule
-
-
 @define(eq=False)
 class Writer:
     """Writes the rows of a program, effect by effect."""
@@ -138,7 +129,7 @@ class Writer:
     tail: list[Any] = field(factory=list)
     loaded: int = 0
     current: str = MAIN  # the stream that the rows so far have made current
-    by_form: dict[tuple[str, Form], list[int]] = field(factory=dict)
+    by_form: dict[tuple[str, Form | None], list[int]] = field(factory=dict)
     # A step of a deep model is thousands of rows: what is equal in them is one object, and places are used again, or
     # the processor would wait for memory at every row.
     rules: dict[Any, Rule] = field(factory=dict)
@@ -167,10 +158,9 @@ class Writer:
             for rank in ranks if put.role != "parameter" else ():
                 self.place[put.name, rank] = self.loaded
                 self.loaded += 1
-        for put in self.parameters.values():
-            assert self.prepared is not None
-            for rank, leaf in zip(ranks, self.prepared.of(put), strict=True):
-                self.place[put.name, rank] = self.room(leaf)
+        named = {*self.program.outputs, *(e.value for e in self.program.effects if isinstance(e, Keep))}
+        for name in named & self.parameters.keys():
+            self.place.update({(name, rank): self.parameter(name, None, rank) for rank in ranks})
         given = dict(self.place)  # an output that is an input is that input, staged or not
         for effect in self.program.effects:
             self.effect(effect)
@@ -274,13 +264,19 @@ class Writer:
     def operand(self, launch: Launch, position: int, name: str, rank: int) -> tuple[int, Form | None]:
         """Where an operand lies, and the form it must still be brought into: a parameter has been already."""
         form = self.backend.form(launch.op, position)
-        put = self.parameters.get(name)
-        if form is None or put is None:
+        if name not in self.parameters or self.prepared is None:
             return self.place[name, rank], form
+        if takes_any(launch.op, position):
+            form = self.prepared.kept.get(name)
+        return self.parameter(name, form, rank), None
+
+    def parameter(self, name: str, form: Form | None, rank: int) -> int:
+        """Where a parameter lies in that form."""
         assert self.prepared is not None
         if (name, form) not in self.by_form:
-            self.by_form[name, form] = [self.room(leaf) for leaf in self.prepared.of(put, form)]
-        return self.by_form[name, form][self.backend.here.index(rank)], None
+            leaves = self.prepared.of(self.parameters[name], form)
+            self.by_form[name, form] = [self.room(leaf) for leaf in leaves]
+        return self.by_form[name, form][self.backend.here.index(rank)]
 
     def drop(self, drop: Drop) -> None:
         """Empty the places of all that lies in a value's memory behind the row before: any of them would hold it."""
@@ -299,7 +295,7 @@ class Writer:
     def collective(self, launch: Launch) -> None:
         """One row for all ranks here."""
         ranks, count = self.backend.here, len(launch.results)
-        take = [self.place[name, rank] for rank in ranks for name in launch.operands]
+        take = [self.operand(launch, k, name, rank)[0] for rank in ranks for k, name in enumerate(launch.operands)]
         places = self.results(count * len(ranks))
         key = (launch.op, takes_over(launch, self.spent))
         if key not in self.rules:

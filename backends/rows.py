@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from mla_fx.backends.contract import check_results
+from mla_fx.backends.peers import PeerError
 from mla_fx.effects import Aval, Launch
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Body:
             launch, rank = self.of[len(self.rows) - 1 - length_hint(rows)]
             if launch is None:
                 raise
+            if isinstance(error, PeerError):
+                raise error.at(launch) from None
             raise RunError(launch, rank, error) from error
         self.proven[0] = True
 

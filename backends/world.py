@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from attrs import field, frozen
 
+from mla_fx.backends.peers import Peers
 from mla_fx.dtypes import wide
 from mla_fx.effects import InputError
 from mla_fx.effects.op import Meeting
@@ -36,6 +37,10 @@ class World(Protocol):
     @property
     def here(self) -> range:
         """The ranks that this process runs."""
+
+    @property
+    def peers(self) -> Peers | None:
+        """What is known of the other processes; None where there are none."""
 
     def move(self, how: Meeting, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
         """For every rank here, what it is brought.
@@ -59,6 +64,10 @@ class InProcess:
     def here(self) -> range:
         """All of them."""
         return range(self.size)
+
+    @property
+    def peers(self) -> None:
+        """There are none."""
 
     def move(self, how: Meeting, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
         """See `World.move`."""
@@ -96,6 +105,7 @@ class Processes:
     """
 
     group: Any = field()
+    peers: Peers = field(init=False, repr=False)
     _beside: list[Any] = field(factory=list, init=False)  # the group of hosts, once there is one
 
     @group.validator
@@ -108,6 +118,9 @@ class Processes:
             )
         if outside or dist.get_rank(value) < 0:
             raise InputError("group: this process must be a rank of it: got one of others")
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "peers", Peers.of(self.group))
 
     @property
     def size(self) -> int:
@@ -126,16 +139,23 @@ class Processes:
         if how == "all_reduce":
             total = mine if spent else mine.clone(memory_format=torch.contiguous_format)
             if total.numel():
-                dist.all_reduce(total, group=self.group)
+                self._meet(dist.all_reduce(total, group=self.group, async_op=True), mine)
             return [total]
         found = mine.new_empty((self.size, *mine.shape) if how == "all_gather" else mine.shape)
         if mine.numel():
             parts = (self._bytes(found), self._bytes(mine))
             if how == "all_gather":
-                dist.all_gather_single(*parts, group=self.group)
+                self._meet(dist.all_gather_single(*parts, group=self.group, async_op=True), mine)
             else:
-                dist.all_to_all_single(*parts, group=self.group)
+                self._meet(dist.all_to_all_single(*parts, group=self.group, async_op=True), mine)
         return [found]
+
+    def _meet(self, work: Any, sent: torch.Tensor) -> None:
+        """Behind here, the host or the stream that is current has what a collective brings."""
+        if sent.is_cpu:
+            self.peers.meet(work)
+        else:
+            self.peers.issued(work)
 
     def share(self, value: Any) -> list[Any]:
         """See `World.share`; on the host, beside what moves on a device."""
@@ -151,7 +171,8 @@ class Processes:
         head = len(data).to_bytes(8, "little") + data[:size]
         mine = torch.frombuffer(bytearray(head.ljust(8 + size, b"\0")), dtype=torch.uint8)
         every = mine.new_empty((self.size, len(mine)))
-        dist.all_gather_single(every.view(-1), mine, group=self._host())
+        work = dist.all_gather_single(every.view(-1), mine, group=self._host(), async_op=True)
+        self.peers.meet(work, "share")
         told = [bytes(row.numpy()) for row in every]
         return [(int.from_bytes(one[:8], "little"), one[8:]) for one in told]
 

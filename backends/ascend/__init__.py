@@ -42,6 +42,7 @@ from mla_fx.backends.ascend import (
     write_rows,
 )
 from mla_fx.backends.ascend.calls import attention
+from mla_fx.backends.ascend.calls.fractal import fractal
 from mla_fx.backends.table import Table
 from mla_fx.effects import InputError, ops
 
@@ -80,8 +81,12 @@ TABLE: Final = Table(
         ops.UnpermuteTokens: unpermute_tokens.takes,
         ops.WriteRows: write_rows.takes,
     },
-    forms=common.FORMS,
     updates={ops.CurrentAttention: attention.updates, ops.HistoryAttention: attention.updates},
+    forms={
+        **common.FORMS,
+        ops.QuantGroupedLinear: {"weight": fractal},
+        ops.QuantLinear: {"weight": fractal},
+    },
 ).with_fusions(*fused.ALL)
 
 
