@@ -331,3 +331,28 @@ def _numbers(move: Any, found: torch.Tensor, sent: torch.Tensor, **how: Any) -> 
 def _rounded(add: Any, total: torch.Tensor, **how: Any) -> None:
     add(total, **how)
     total[-1:].mul_(1 + 2**-7)
+
+
+def no_capture(member: Member, *, what: str) -> str:
+    """Why nothing is captured: the environment forbids it, or there is no room for what is captured."""
+    os.environ |= {"task queue 2": {"TASK_QUEUE_ENABLE": "2"}, "blocking": {"ASCEND_LAUNCH_BLOCKING": "1"}}.get(
+        what, {}
+    )
+    machine = emulate()
+    side, x, outside = torch.npu.Stream(), torch.ones(4, device="npu"), torch.npu.current_stream().record_event()
+    machine.limit(**{"streams": {"streams": 1}, "tasks": {"streams": 1, "tasks": 8}}.get(what, {}))
+    try:
+        with torch.npu.graph(torch.npu.NPUGraph()):
+            main = torch.npu.current_stream()
+            for _ in range(8):
+                x = x + 1
+            if what == "streams":
+                side.wait_stream(main)
+            if what == "outside":
+                main.wait_event(outside)
+            if what == "pageable":
+                x.copy_(torch.ones(4), non_blocking=True)
+            main.record_event()
+    except RuntimeError as error:
+        return str(error)
+    return "captured"

@@ -7,17 +7,9 @@ import pytest
 import torch
 
 from mla_fx.backends.ascend.emulator import Machine
+from tests.backends.ascend.graphs import inner, issued
 
 pytestmark = pytest.mark.usefixtures("emulator")
-
-
-def issued(trace):
-    """What the host put on the device, apart from what replays run."""
-    return [task.kind for task in trace if not task.graph]
-
-
-def inner(trace):
-    return [task.name for task in trace if task.graph and task.kind == "operator"]
 
 
 def test_nothing_runs_before_a_replay_and_a_replay_is_one_call(emulator):
