@@ -7,8 +7,6 @@
 // Statuses and what they are for follow CANN's runtime (its capture of streams), where nothing else is said.
 #include "graph.h"
 
-#include <algorithm>
-
 namespace device {
 
 Graphs& graphs = *new Graphs;
@@ -92,10 +90,6 @@ std::unique_ptr<Graph> take(Graph* graph) {
   m.graphs--;
   for (auto& group : graph->groups)
     if (group->changed_on) group->changed_on->changed = nullptr;
-  for (auto& lane : graph->lanes) {
-    m.streams.erase(std::remove(m.streams.begin(), m.streams.end(), lane->runs), m.streams.end());
-    delete lane->runs;
-  }
   return std::unique_ptr<Graph>(graph);
 }
 
@@ -263,11 +257,9 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
       return refused;
     }
     leave(graph);
-    for (auto& lane : graph->lanes) {
-      lane->runs = add_stream();
+    for (auto& lane : graph->lanes)
       for (Step& step : lane->steps)
         if (step.slot) kept.push_back(step.slot->now);
-    }
     *model = graph;
   }
   for (const Held& launch : kept) (*launch)(KEEP);

@@ -38,7 +38,7 @@ struct Lane {
   Stream* captured;
   std::vector<Step> steps;
   Group* open = nullptr;
-  Stream* runs = nullptr;  // where replays run it
+  Stream runs{};  // where replays run it; one of the device's streams for as long
 };
 
 struct Group {

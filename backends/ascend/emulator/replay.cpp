@@ -9,6 +9,7 @@
 // begun keeps what it began with, so an update that comes late changes the next replay, as on a device.
 #include "graph.h"
 
+#include <algorithm>
 #include <cstdio>
 
 namespace device {
@@ -21,6 +22,8 @@ Group* known_group(aclrtTaskGrp handle) {
       if (group.get() == handle) return group.get();
   return nullptr;
 }
+
+void retire(Stream* runs) { m.streams.erase(std::remove(m.streams.begin(), m.streams.end(), runs), m.streams.end()); }
 
 void put_operator(std::deque<Task>& queue, const Step& step) {
   auto slot = step.slot;
@@ -78,6 +81,7 @@ void recover_graphs() {
   for (Graph* graph : graphs.all) {
     graph->busy = std::make_shared<bool>(false);
     graph->replays = 0;
+    for (auto& lane : graph->lanes) retire(&lane->runs);
     if (graph->active) graph->invalid = "a fault on the device";
     for (auto& group : graph->groups) {
       if (group->changed_on) group->changed_on->changed = nullptr;
@@ -106,8 +110,9 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
   auto left = std::make_shared<size_t>(graph->lanes.size());
   for (auto& lane : graph->lanes) {
     waiting->push_back(replayed(*lane, marks));
-    waiting->back().push_back({{}, [=] {
+    waiting->back().push_back({{}, [=, runs = &lane->runs] {
       Guard guard(m.queues);
+      retire(runs);
       if (--*left == 0) *busy = false, graph->replays--;
       return true;
     }, false});
@@ -115,9 +120,10 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
   Task begin{{REPLAY, 0, graph->number, 0}, [=] {
     Guard guard(m.queues);
     for (size_t index = 0; index < waiting->size(); index++) {
-      Stream* runs = graph->lanes[index]->runs;
-      runs->priority = fraction();
-      runs->queue = std::move((*waiting)[index]);
+      Stream& runs = graph->lanes[index]->runs;
+      runs.priority = fraction();
+      runs.queue = std::move((*waiting)[index]);
+      m.streams.push_back(&runs);
     }
     return true;
   }};
