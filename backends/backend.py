@@ -17,16 +17,19 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from mla_fx.backends.adversary import Adversary
 from mla_fx.backends.body import body_of
+from mla_fx.backends.captured import Captured
 from mla_fx.backends.device import HOST, Device
 from mla_fx.backends.door import refuse_transforms, special
 from mla_fx.backends.inputs import Loader
 from mla_fx.backends.packing import packer
+from mla_fx.backends.peers import Peers
 from mla_fx.backends.prepared import Prepared, accept, prepare
-from mla_fx.backends.table import Collective, Form, Fusion, MissingRuleError, Rule, Table
+from mla_fx.backends.table import Collective, Form, Fusion, MissingRuleError, Rule, Table, takes_any
 from mla_fx.backends.world import InProcess, World
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import InputError, Op, Program, Step, check
+from mla_fx.effects import InputError, Launch, Op, Program, Step, check
 from mla_fx.effects.passes import defined, definition
+from mla_fx.layout import Layout
 
 Tree = TypeVar("Tree")
 
@@ -59,9 +62,14 @@ class Backend:
             )
 
     @property
+    def layout(self) -> Layout:
+        """How the ranks of a program are laid out."""
+        return self.world.layout
+
+    @property
     def ranks(self) -> int:
         """The ranks of a program."""
-        return self.world.size
+        return self.layout.size
 
     @property
     def here(self) -> range:
@@ -111,18 +119,50 @@ class Backend:
     def prepare(self, described: Step | Program, *arguments: Any) -> Prepared:
         """The parameters of a step or a program: each argument a sequence with a tree for each rank that runs here.
 
-        They are checked and placed once; every program with these parameters can be compiled with the result.
-        Raises `InputError`.
+        They are checked and placed once; every program with these parameters can be compiled with the result, that
+        wants them in the forms that `described` wants: a parameter of which it wants one form alone is kept in that
+        form alone.  Raises `InputError`.
         """
-        return prepare(described.inputs, arguments, ranks=self.here, device=self.device.kind, dtype=self.dtype)
+        forms = self._forms(described) if self.adversary is None else {}
+        return prepare(
+            described.inputs, arguments, ranks=self.here, device=self.device.kind, dtype=self.dtype, forms=forms
+        )
 
-    def compile(self, program: Program, prepared: Prepared | None = None, *, unchecked: bool = False) -> "Executable":
+    def _forms(self, described: Step | Program) -> dict[str, Form]:
+        """The parameters that all of a step or a program wants in one form."""
+        wanted: dict[str, set[Form | None]] = {name: {None} for name in described.outputs}
+        for use in described.equations if isinstance(described, Step) else described.launches:
+            for position, name in enumerate(use.operands):
+                if not takes_any(use.op, position):
+                    wanted.setdefault(name, set()).add(self.form(use.op, position))
+        only = {name: next(iter(found)) for name, found in wanted.items() if len(found) == 1}
+        return {put.name: form for put in described.inputs if put.role == "parameter" and (form := only.get(put.name))}
+
+    def compile(
+        self, program: Program, prepared: Prepared | None = None, *, unchecked: bool = False, capture: bool = False
+    ) -> "Executable":
         """Turn a program into a function of its arguments, all but the parameters.
+
+        `capture`: on a device that has graphs, one replay of a graph from the second call on, with the states of the
+        first; what it gives holds until its next call (`mla_fx.backends.captured`).
 
         Raises `LawError` for an illegal one, `MissingRuleError` for an op without rule and definition, `InputError`
         for an op that an operator refuses and where `prepared` is not what the program asks for.  `unchecked` skips
         the law, to see what a race does.
+
+        In a group of processes all come here for the same programs in the same order: raises `InputError` where their
+        programs differ, `PeerError` where one does not come.
         """
+        peers = self.world.peers
+        if peers is None:
+            return self._compiled(program, prepared, unchecked, capture)
+        with peers.step():
+            made = self._compiled(program, prepared, unchecked, capture)
+            peers.agree("compile", {"program": made.program})
+        collectives = tuple(launch for launch in made.program.launches if launch.op.communicates)
+        return InGroup(made.program, made.load, made.body, made.pack, peers, collectives)
+
+    def _compiled(self, program: Program, prepared: Prepared | None, unchecked: bool, capture: bool) -> "Executable":
         if self.dtype:
             program = program.with_float(self.dtype)
         if not unchecked:
@@ -130,7 +170,9 @@ class Backend:
         self._accept(program)
         accept(program.inputs, prepared, ranks=self.here, device=self.device.kind)
         body: Callable[[list[Any]], Sequence[Any]]
-        if self.adversary is None:
+        if capture:
+            body = Captured.of(program, self, prepared)
+        elif self.adversary is None:
             body = body_of(program, self, prepared)
         else:
             body = Adversary(program, self, prepared, seed=self.adversary, legal=not unchecked)
@@ -151,8 +193,8 @@ class Backend:
             if why is not None:
                 raise InputError(f"{where}: {why}")
             group = launch.op.group_of()
-            if group is not None and group.size != self.ranks:
-                raise InputError(f"{where}: is for the {group.size} ranks of {group}: got a backend of {self.ranks}")
+            if group is not None and group.size != self.layout.group(group.name).size:
+                raise InputError(f"{where}: is for the {group.size} ranks of {group}: got a backend of {self.layout}")
 
     def refusal(self, op: Op, *avals: Any) -> str | None:
         """Why this backend cannot run an op on such operands; None where it can."""
@@ -216,3 +258,18 @@ class Executable:
             "an executable has memory and streams of its process, and cannot be pickled or copied: send its program, "
             "which can, and compile it there"
         )
+
+
+@frozen(eq=False)
+class InGroup(Executable):
+    """An executable of one process of a group, all of which call it; who fails tells the others (`PeerError`)."""
+
+    peers: Peers
+    collectives: tuple[Launch, ...]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run one step; also raises `PeerError` where another rank was lost."""
+        with self.peers.step(self.collectives):
+            return super().__call__(*arguments)
+
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]

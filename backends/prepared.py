@@ -18,33 +18,63 @@ class Prepared:
     """Every rank's parameters on a device, by the name of their input; many programs can be compiled with them.
 
     A program never writes a parameter.  Who changes one in place afterwards changes it for all programs, but not the
-    forms that were made of it.
+    forms that were made of it.  `kept` names those that are there in one form only, since nothing wanted them as they
+    were: their leaves are of that form.
     """
 
     ranks: range
     device: str
     inputs: Mapping[str, Input] = field(repr=False)
     leaves: Mapping[str, tuple[torch.Tensor, ...]] = field(repr=False)
+    kept: Mapping[str, Form] = field(factory=dict, repr=False)
     _forms: dict[tuple[str, Form], tuple[torch.Tensor, ...]] = field(factory=dict, repr=False)
 
-    def of(self, put: Input, form: Form | None = None) -> tuple[torch.Tensor, ...]:
-        """Every rank's tensor of an input, in the form asked for; each form is made once."""
+    def accept(self, put: Input) -> None:
+        """Raise `InputError` unless the input was prepared."""
         mine = self.inputs.get(put.name)
         if mine is None or mine.aval != put.aval:
             got = "none of this name" if mine is None else str(mine.aval)
             raise InputError(f"{put.name}: the parameter prepared must be {put.aval}: got {got}")
-        if form is None:
+
+    def of(self, put: Input, form: Form | None = None) -> tuple[torch.Tensor, ...]:
+        """Every rank's tensor of an input, in the form asked for; each form is made once."""
+        self.accept(put)
+        kept = self.kept.get(put.name)
+        if form is kept:
             return self.leaves[put.name]
+        if kept is not None:
+            wanted = "as it is" if form is None else f"as {form.__name__}"
+            raise InputError(
+                f"{put.name}: is kept as {kept.__name__} alone, since all of what it was prepared for wants it so; "
+                f"prepare parameters with the step that is compiled: got a program that wants it {wanted}"
+            )
+        assert form is not None
         if (put.name, form) not in self._forms:
-            with torch.no_grad():
-                self._forms[put.name, form] = tuple(form(leaf) for leaf in self.leaves[put.name])
+            self._forms[put.name, form] = _formed(self.leaves[put.name], form)
         return self._forms[put.name, form]
 
 
+def _formed(leaves: Sequence[torch.Tensor], form: Form) -> tuple[torch.Tensor, ...]:
+    """Every rank's; ranks may share one."""
+    with torch.no_grad():
+        made = {id(leaf): form(leaf) for leaf in leaves}
+    return tuple(made[id(leaf)] for leaf in leaves)
+
+
 def prepare(
-    inputs: Iterable[Input], arguments: Sequence[Any], *, ranks: range, device: str, dtype: str | None
+    inputs: Iterable[Input],
+    arguments: Sequence[Any],
+    *,
+    ranks: range,
+    device: str,
+    dtype: str | None,
+    forms: Mapping[str, Form] | None = None,
 ) -> Prepared:
-    """Check and place the leaves of parameters; `dtype` replaces the floating ones.  Raises `InputError`."""
+    """Check and place the leaves of parameters; `dtype` replaces the floating ones.  Raises `InputError`.
+
+    Those that `forms` names are kept in that form alone, one after the other, so that no more than one is there twice.
+    """
+    forms = forms or {}
     wanted = tuple(put for put in inputs if put.role == "parameter")
     found = iter(Leaves(wanted, ranks)(arguments))
     kept: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -55,10 +85,11 @@ def prepare(
             _check(put, f"{put.name} of rank {rank}", leaf, any_float=dtype is not None)
         kind = DTYPES[dtype] if dtype and put.aval.dtype in FLOATS else DTYPES[put.aval.dtype]
         moved = {id(leaf): leaf.detach().to(device, kind) for leaf in leaves}  # ranks may share one
-        kept[put.name] = tuple(moved[id(leaf)] for leaf in leaves)
+        placed = tuple(moved[id(leaf)] for leaf in leaves)
+        kept[put.name] = _formed(placed, forms[put.name]) if put.name in forms else placed
         aval = put.aval.with_float(dtype) if dtype else put.aval
         named[put.name] = Input(put.name, aval, put.place, put.role, put.path)
-    return Prepared(ranks, device, named, kept)
+    return Prepared(ranks, device, named, kept, {name: form for name, form in forms.items() if name in kept})
 
 
 def accept(inputs: Iterable[Input], prepared: Prepared | None, *, ranks: range, device: str) -> None:
@@ -75,7 +106,7 @@ def accept(inputs: Iterable[Input], prepared: Prepared | None, *, ranks: range, 
             f"{prepared.ranks.start}..{prepared.ranks.stop - 1} on {prepared.device}"
         )
     for put in wanted:
-        prepared.of(put)
+        prepared.accept(put)
 
 
 def _check(put: Input, where: str, leaf: Any, *, any_float: bool) -> None:

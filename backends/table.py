@@ -23,8 +23,13 @@ an entry of their first axis, is contiguous, and between ranks there may be gaps
 Beside rules, a table may have for an op
 
     takes   `takes(op, *avals) -> str | None`: why the backend cannot run the op on such operands; asked when compiling
-    forms   operand -> function: the form that the rules want it in.  A parameter is brought into it once
+    forms   operand -> function: the form that the rules want it in.  A parameter is brought into it once, when it is
+            prepared, and kept in it alone where all of what it is prepared for wants it so
     passes  from step to step, as `Backend.lower` applies them: fusing what the backend has an operator for
+    captured  the rule in a captured program where the device updates no launches: integers on the host come to it as
+            int64 tensors on the device, so that it works on shapes alone
+    updates  `updates(op, *operands) -> str | None`: why a captured launch cannot be updated to such integers, which are
+            tuples beside the avals of the rest; asked before each replay
 """
 
 from collections.abc import Callable, Mapping
@@ -35,12 +40,32 @@ import torch
 from attrs import evolve, field, frozen
 
 from mla_fx.effects import Op, Pass
+from mla_fx.effects.aval import operand
 
 #: See the top of this file.  A protocol with keywords of its own for every op cannot be written down.
 Rule = Callable[..., Any]
 Form = Callable[[torch.Tensor], torch.Tensor]
 #: `takes(op, *avals)`: why the op cannot run on such operands, in words; None where it can.
 Takes = Callable[..., str | None]
+
+
+def takes_any(op: Op, position: int) -> bool:
+    """Whether an operand may be any tensor: a parameter comes there in the form that it is kept in.
+
+    >>> from mla_fx.effects import ops
+    >>> takes_any(ops.Prefetch(), 0), takes_any(ops.Linear(), 1)
+    (True, False)
+    """
+    return operand(list(op.operands.values())[position]).kind == "any"
+
+
+def formed(rule: Rule, forms: Mapping[int, Form]) -> Rule:
+    """A rule whose operands at these positions are brought into a form first."""
+
+    def with_forms(*operands: Any) -> Any:
+        return rule(*(forms[k](x) if k in forms else x for k, x in enumerate(operands)))
+
+    return with_forms if forms else rule
 
 
 @frozen
@@ -67,13 +92,20 @@ class Table:
     takes: Mapping[type[Op], Takes] = field(factory=dict, converter=_frozen)
     forms: Mapping[type[Op], Mapping[str, Form]] = field(factory=dict, converter=_frozen)
     passes: tuple[Pass, ...] = ()
+    captured: Mapping[type[Op], Rule] = field(factory=dict, converter=_frozen)
+    updates: Mapping[type[Op], Takes] = field(factory=dict, converter=_frozen)
 
     def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Table":
-        """With rules added or replaced; what the old rule of an op took, and in which form, goes with it."""
-        takes, forms = (
-            {op: given for op, given in table.items() if op not in rules} for table in (self.takes, self.forms)
-        )
-        return evolve(self, rules={**self.rules, **rules}, takes=takes, forms=forms)
+        """With rules added or replaced; what the old rule of an op took, and its other forms, go with it."""
+        others: dict[str, Any] = {
+            name: {op: given for op, given in getattr(self, name).items() if op not in rules}
+            for name in ("takes", "forms", "captured", "updates")
+        }
+        return evolve(self, rules={**self.rules, **rules}, **others)
+
+    def for_capture(self) -> "Table":
+        """With the rules of captured programs in place of the others."""
+        return evolve(self, rules={**self.rules, **self.captured})
 
     def with_fusions(self, *fusions: "Fusion") -> "Table":
         """With fused ops that the backend has an operator for, and the passes that find them."""

@@ -41,6 +41,7 @@ from mla_fx.backends.ascend import (
     v_up,
     write_rows,
 )
+from mla_fx.backends.ascend.calls.fractal import fractal
 from mla_fx.backends.table import Table
 from mla_fx.effects import InputError, ops
 
@@ -79,7 +80,11 @@ TABLE: Final = Table(
         ops.UnpermuteTokens: unpermute_tokens.takes,
         ops.WriteRows: write_rows.takes,
     },
-    forms=common.FORMS,
+    forms={
+        **common.FORMS,
+        ops.QuantGroupedLinear: {"weight": fractal},
+        ops.QuantLinear: {"weight": fractal},
+    },
 ).with_fusions(*fused.ALL)
 
 

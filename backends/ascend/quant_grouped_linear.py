@@ -9,6 +9,7 @@ import torch
 
 from mla_fx.backends.ascend.calls import grouped as call
 from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
+from mla_fx.backends.ascend.calls.fractal import plain
 from mla_fx.backends.ascend.calls.grouped import grouped
 from mla_fx.backends.ascend.calls.quantised import experts_of_rows, grouped_total, quantise
 from mla_fx.backends.device import Run
@@ -29,7 +30,7 @@ def rule(
     if rows.dtype == torch.float32:
         q, step = quantise(rows)
         of_rows = torch.index_select(scale, 0, experts_of_rows(counts, rows.shape[0]))
-        return (grouped_total(q, weight, counts) * step.unsqueeze(1) * of_rows,)
+        return (grouped_total(q, plain(weight), counts) * step.unsqueeze(1) * of_rows,)
     q, step = torch.ops.npu.npu_dynamic_quant(rows)
     scales = scale.to(torch.bfloat16) if rows.dtype == torch.bfloat16 else scale.contiguous()
     return (grouped(q, weight, counts, scale=[scales], per_token_scale=[step], output_dtype=rows.dtype),)

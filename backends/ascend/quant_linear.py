@@ -8,6 +8,7 @@ the nearest step; what it does with an exact half its page does not say.
 import torch
 
 from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
+from mla_fx.backends.ascend.calls.fractal import matrix, plain
 from mla_fx.backends.ascend.calls.quantised import quantise, total
 from mla_fx.backends.device import Run
 from mla_fx.effects import Aval, ops
@@ -30,9 +31,9 @@ def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, run: Run
     features = weight.shape[0]
     if x.dtype == torch.float32:
         q, step = quantise(x)
-        return (total(q, weight) * step.unsqueeze(1) * scale,)
+        return (total(q, plain(weight)) * step.unsqueeze(1) * scale,)
     if not x.shape[0]:
         return (x.new_empty((0, features)),)
     q, step = torch.ops.npu.npu_dynamic_quant(x)
     scales = {"scale": scale.contiguous(), "pertoken_scale": step}
-    return (torch.ops.npu.npu_quant_matmul(q, weight.contiguous().t(), **scales, output_dtype=x.dtype),)
+    return (torch.ops.npu.npu_quant_matmul(q, matrix(weight), **scales, output_dtype=x.dtype),)

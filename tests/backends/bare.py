@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mla_fx.backends import Collective, Device, InProcess, Rule, Run
+from mla_fx.backends.table import Form
 from mla_fx.effects import Op
 from tests.backends.sizes import Case
 from tests.ops.conftest import fields
@@ -62,13 +63,18 @@ class Watch(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def ask(rule: Rule | Collective, case: Case, *, ranks: int, device: Device) -> list[tuple[torch.Tensor, ...]]:
+def ask(
+    rule: Rule | Collective, case: Case, *, ranks: int, device: Device, forms: Mapping[str, Form] | None = None
+) -> list[tuple[torch.Tensor, ...]]:
     """The rule's results, asked as a body asks: a collective of every rank, any other of the last one by itself."""
     op: Op = case.op
-    operands = case.operands(device.kind)
+    operands = [
+        (forms or {}).get(name, lambda x: x)(x) for name, x in zip(op.operands, case.operands(device.kind), strict=True)
+    ]
     if not isinstance(rule, Collective):
         return [rule(*operands, run=Run(ranks - 1, device), **fields(op))]
     assert op.communicates
     runs = [Run(rank, device) for rank in range(ranks)]
-    moved = InProcess(ranks).move(op.communicates, [rule.send(*operands, run=run, **fields(op)) for run in runs])
+    sent = [rule.send(*operands, run=run, **fields(op)) for run in runs]
+    moved = InProcess(ranks).move(op.communicates, sent, group="tp")
     return [rule.receive(mine, *operands, run=run, **fields(op)) for mine, run in zip(moved, runs, strict=True)]

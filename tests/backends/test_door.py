@@ -208,18 +208,20 @@ def test_prepared_once_for_many_programs(monkeypatch):
     ((name, form),) = table.forms[ops.GateLogits].items()
 
     def counted(tensor):
-        made.append(tensor)
-        return form(tensor)
+        made.append(form(tensor))
+        return made[-1]
 
     counting = evolve(CPU, table=evolve(table, forms={ops.GateLogits: {name: counted}}))
     prepared = counting.prepare(setup.step, params)
     given = {leaf.data_ptr() for leaf in pytree.tree_leaves(params)}
     held = [leaf for leaves in prepared.leaves.values() for leaf in leaves]
-    assert {leaf.data_ptr() for leaf in held} == given  # on its own device and in its own dtype nothing is copied
+    assert {leaf.data_ptr() for leaf in held} - given == {leaf.data_ptr() for leaf in made}  # nothing else is copied
+    (gate,) = prepared.kept  # all want it in one form: so it is there in that form alone
+    assert prepared.leaves[gate] == tuple(made) and not prepared._forms
     for orchestration in map(orchestrations.NAMED.get, ANYWHERE):
         run = counting.compile(schedule(setup.step, orchestration), prepared)
         run(*setup.arguments())
         run(*setup.arguments())
         mine = {x.data_ptr() for x in run.body.tail if isinstance(x, torch.Tensor)}
-        assert mine <= given | {leaf.data_ptr() for leaves in prepared._forms.values() for leaf in leaves}
+        assert mine <= {leaf.data_ptr() for leaf in held}
     assert len(made) == 2  # the gate of the layer that has experts, on both ranks

@@ -17,7 +17,11 @@ Sources: op-plugin and ops-transformer, `moe_finalize_routing_v2`.
 scales of the weight by group and of the token, and gives 8 bits and a scale for
 the second.  In groups it takes gate and up of a multiple of 64 and at most 7232
 features together: the least of what its pages and its tiling say.
-Source: op-plugin and ops-nn, `dequant_swiglu_quant`.
+`npu_grouped_matmul_swiglu_quant_v2` makes these sums too, in the same launch,
+of a weight in FRACTAL_NZ; the form without v2 wants cumulative counts, which
+the routing of CANN 8.5 does not give.
+Source: op-plugin, `dequant_swiglu_quant` of ops-nn, and the page of
+aclnnGroupedMatmulSwigluQuantV2.
 """
 
 import torch
@@ -93,5 +97,15 @@ def swiglu_quantised(
     """
     act, of_act = torch.ops.npu.npu_dequant_swiglu_quant(
         sums, weight_scale=scale, activation_scale=steps, group_index=counts, activate_left=True, quant_mode=1
+    )
+    return act, of_act
+
+
+def product_swiglu_quantised(
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, steps: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`swiglu_quantised` of the sums of `rows` int8 [Z, D] and `weight` int8 [Y, 2 F, D], which is in FRACTAL_NZ."""
+    act, of_act = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
+        rows, [weight.transpose(1, 2)], [scale], steps, counts, group_list_type=1 if len(weight) > 1 else 0
     )
     return act, of_act

@@ -44,7 +44,7 @@ def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, **ho
         return rows.new_empty((0, features), dtype=how.get("output_dtype"))
     (out,) = torch.ops.npu.npu_grouped_matmul(
         [rows.contiguous()],
-        [weight.transpose(1, 2)],
+        [weight.transpose(1, 2)],  # of a weight in FRACTAL_NZ, the matrix as it lies
         group_list=counts.contiguous(),
         split_item=3,
         group_type=0,

@@ -1,6 +1,7 @@
 """How the arguments of an operator are read: C's words for them, and tensors in the memory of the device."""
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_fx.backends.ascend.emulator.fractal import FORMAT, Fractal
 from mla_fx.backends.ascend.emulator.operator import Sized
 
 _Pointer = ctypes.c_void_p
@@ -31,21 +33,30 @@ class _Tensor(ctypes.Structure):
         ("memory", _Pointer),
         ("shape", ctypes.c_int64 * 8),
         ("strides", ctypes.c_int64 * 8),
+        ("format", ctypes.c_int64),
+        ("stored", ctypes.c_int64 * 8),
     ]
 
 
 #: The same, read in one go: every operator reads several.
-_LAYOUT = struct.Struct("4qQ16q")
+_LAYOUT = struct.Struct("4qQ25q")
 #: Memory of any size from an address on; how much of it is a tensor's, `count` says.
 _Memory = ctypes.c_char * (1 << 46)
 
 
-def _tensor(address: int | None) -> torch.Tensor | None:
-    """A CPU tensor in the memory of a device tensor; without memory (sizes are being asked for) a meta tensor."""
+def _tensor(address: int | None) -> Any:
+    """A CPU tensor in the memory of a device tensor; without memory (sizes are being asked for) a meta tensor.
+
+    One in FRACTAL_NZ is no tensor, since no strides say how it lies: see `Fractal`.
+    """
     if not address:
         return None
     axes, kind, offset, span, memory, *rest = _LAYOUT.unpack(ctypes.string_at(address, _LAYOUT.size))
     dtype, shape, strides = _DTYPES[kind], rest[:axes], rest[8 : 8 + axes]
+    if rest[16] == FORMAT and memory:
+        stored = rest[17 : 17 + axes + 2]
+        whole = torch.frombuffer(_Memory.from_address(memory), dtype=dtype, count=math.prod(stored))
+        return Fractal(whole.view(stored), tuple(shape), tuple(strides))
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     if not memory:
@@ -61,7 +72,7 @@ def _integers(address: int | None) -> list[int] | None:
     return words[1 : 1 + words[0]]
 
 
-def _tensors(address: int | None) -> list[torch.Tensor | None]:
+def _tensors(address: int | None) -> list[Any]:
     return [_tensor(item) for item in _integers(address) or ()]
 
 

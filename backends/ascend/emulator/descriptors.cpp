@@ -11,7 +11,11 @@ struct Tensor {
   int64_t axes, dtype, offset, span;  // span: elements of the memory up to and with the last one
   void* memory;
   int64_t shape[8], strides[8];
+  int64_t format, stored[8];  // the storage format, and in an internal one how long the axes of the memory are
 };
+
+// FRACTAL_NZ: a matrix as columns of blocks, of 16 rows and 32 bytes each.
+constexpr int64_t kNd = 2, kFractal = 29, kRows = 16, kBytes = 32;
 
 struct Array {
   int64_t length;
@@ -23,8 +27,8 @@ struct Scalar {
   char bytes[16];
 };
 
-void* aclCreateTensor(const int64_t* shape, uint64_t axes, int dtype, const int64_t* strides, int64_t offset, int,
-                      const int64_t*, uint64_t, void* memory) {
+void* aclCreateTensor(const int64_t* shape, uint64_t axes, int dtype, const int64_t* strides, int64_t offset, int format,
+                      const int64_t* stored, uint64_t stored_axes, void* memory) {
   auto* made = static_cast<Tensor*>(calloc(1, sizeof(Tensor)));
   made->axes = axes;
   made->dtype = dtype;
@@ -36,6 +40,9 @@ void* aclCreateTensor(const int64_t* shape, uint64_t axes, int dtype, const int6
     made->strides[axis] = strides ? strides[axis] : 0;
     made->span += (shape[axis] - 1) * made->strides[axis];
   }
+  made->format = format;
+  if (format == kFractal)
+    for (uint64_t axis = 0; axis < stored_axes; axis++) made->stored[axis] = stored[axis];
   return made;
 }
 
@@ -73,6 +80,27 @@ static size_t size_of(int dtype) {
     case 2: case 4: case 12: return 1;
     default: return 4;
   }
+}
+
+// What a cast of format makes of a tensor: 0, or a status where it is not for this dtype.  The caller deletes the array.
+int aclnnNpuFormatCastCalculateSizeAndFormat(const void* tensor, int wanted, int, int64_t** shape, uint64_t* axes,
+                                             int* format) {
+  auto* found = static_cast<const Tensor*>(tensor);
+  int64_t bytes = static_cast<int64_t>(size_of(found->dtype)), last = found->axes - 1;
+  bool fractal = wanted == kFractal;
+  if ((!fractal && wanted != kNd) || bytes > 2 || last < 1) return 161002;
+  *format = wanted;
+  *axes = found->axes + (fractal ? 2 : 0);
+  *shape = new int64_t[*axes];
+  memcpy(*shape, found->shape, sizeof(int64_t) * found->axes);
+  if (fractal) {
+    int64_t wide = kBytes / bytes;
+    (*shape)[last - 1] = (found->shape[last] + wide - 1) / wide;
+    (*shape)[last] = (found->shape[last - 1] + kRows - 1) / kRows;
+    (*shape)[last + 1] = kRows;
+    (*shape)[last + 2] = wide;
+  }
+  return 0;
 }
 
 void* aclCreateScalar(void* value, int dtype) {

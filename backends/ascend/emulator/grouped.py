@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from mla_fx.backends.ascend.emulator import grouped_apart
+from mla_fx.backends.ascend.emulator.fractal import looking, reading
 from mla_fx.backends.ascend.emulator.operator import FLOATS, Operator, or_transposed, require, tiling
 
 #: Arguments of aclnnGroupedMatmulV5 with their words, in order (op-plugin's call).
@@ -114,6 +115,21 @@ def run_grouped(*arguments: Any) -> None:
             out[start:end] = torch.matmul(rows.float(), matrix.float()).to(out.dtype)
 
 
+def check_fractal(*arguments: Any) -> None:
+    """Of weights in FRACTAL_NZ only what gives 16 bits in one product is emulated; the page has no sums as they are."""
+    given = dict(zip(_GROUPED, arguments, strict=True))
+    require(given["group_type"] == 0, f"only group_type 0 is emulated in FRACTAL_NZ: got {given['group_type']}")
+    check_grouped(*arguments)
+    (x,), (out,) = given["x"], given["out"]
+    require(x.dtype == torch.int8, f"only int8 is emulated in FRACTAL_NZ: got {x.dtype}")
+    require(out.dtype != torch.int32, "out must be float16 or bfloat16 beside a weight in FRACTAL_NZ")
+
+
+def _ungrouped(function: Callable[..., None]) -> Callable[..., None]:
+    """For the form with `quant_group_size` behind `tuning_config`, which is for 4 bits."""
+    return lambda *arguments: function(*arguments[:17], *arguments[18:])
+
+
 def _untuned(function: Callable[..., None]) -> Callable[..., None]:
     """For the form without `tuning_config`."""
     return lambda *arguments: function(*arguments[:16], None, *arguments[16:])
@@ -123,6 +139,13 @@ def _untuned(function: Callable[..., None]) -> Callable[..., None]:
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
     {
         "aclnnGroupedMatmulV5": Operator(" ".join(_GROUPED.values()), run_grouped, check_grouped, lies=or_transposed),
+        "aclnnGroupedMatmulWeightNz": Operator(
+            " ".join(f"{word} i64" if name == "tuning_config" else word for name, word in _GROUPED.items()),
+            reading(_ungrouped(run_grouped)),
+            looking(_ungrouped(check_fractal)),
+            lies=or_transposed,
+            fractal=True,
+        ),
         # The wheel takes counts on the device only where this one is there too.
         "aclnnGroupedMatmulV4": Operator(
             " ".join(word for name, word in _GROUPED.items() if name != "tuning_config"),

@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 
 from mla_fx.backends.ascend.emulator.arguments import ARGUMENTS
 from mla_fx.backends.ascend.emulator.build import LIBRARIES, SUFFIXES, entry_points
+from mla_fx.backends.ascend.emulator.fractal import Fractal, memory
 from mla_fx.backends.ascend.emulator.operator import NOT_UPDATABLE, NULL_ARGUMENT, Operator, RefusedError, Sized, poison
 from mla_fx.backends.ascend.emulator.releases import Release
 from mla_fx.effects import InputError
@@ -101,6 +102,8 @@ class _Call:
             if kind in _TENSORS and value is not None:
                 for found in value if kind in "LW" else (value,):
                     tensor = found.room if isinstance(found, Sized) else found
+                    if isinstance(found, Fractal):
+                        tensor = memory(found, self.operator)
                     if tensor is not None:
                         (self.written if kind in "OWD" else self.read).append(tensor)
                         if not self.operator.lies(place, tensor):
@@ -313,12 +316,13 @@ class Machine:
             operator = self._operators[name]
             try:
                 arguments = [read(value) for (_, read), value in zip(passed, raw[:-2], strict=True)]
+                call = _Call(name, operator, arguments)
                 operator.check(*arguments)
                 asked = operator.scratch if launched or operator.most is None else operator.most
                 raw[-2][0] = asked(*arguments)
                 raw[-1][0] = number = next(self._numbers)
                 if launched:
-                    self._pending[number] = _Call(name, operator, arguments)
+                    self._pending[number] = call
                 return 0
             except RefusedError as error:
                 return self._say(f"{name}: {error}", error.status)

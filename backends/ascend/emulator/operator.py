@@ -85,6 +85,7 @@ class Operator:
     `lies(position, tensor)` says whether an argument is taken as it lies; the
     real call makes the others contiguous first, in a kernel each (and results
     behind), which a trace counts (`Traced.kernels`).
+    `fractal`: it takes tensors in FRACTAL_NZ, which others refuse (`emulator.fractal`).
     """
 
     signature: str
@@ -94,6 +95,7 @@ class Operator:
     begin: Callable[..., None] = _nothing
     most: Callable[..., int] | None = None
     lies: Callable[[int, torch.Tensor], bool] = contiguous
+    fractal: bool = False
 
     @cached_property
     def kinds(self) -> list[str]:

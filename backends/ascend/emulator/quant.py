@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_fx.backends.ascend.emulator.fractal import looking, reading
 from mla_fx.backends.ascend.emulator.operator import Operator, require, tiling
 
 
@@ -82,10 +83,14 @@ def run_quant_matmul(x1: torch.Tensor, x2: torch.Tensor, x1_scale: torch.Tensor 
     out.copy_(sums if x1_scale is None else sums.float() * x2_scale.float() * x1_scale.unsqueeze(1))
 
 
+_QUANT_MATMUL: Final = "T T T T T T T T T b b i64 O"
 #: Name to operator.
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
     {
         "aclnnDynamicQuantV2": Operator("T T T i32 O O O", run_dynamic_quant, check_dynamic_quant),
-        "aclnnQuantMatmulV5": Operator("T T T T T T T T T b b i64 O", run_quant_matmul, check_quant_matmul),
+        "aclnnQuantMatmulV5": Operator(_QUANT_MATMUL, run_quant_matmul, check_quant_matmul),
+        "aclnnQuantMatmulWeightNz": Operator(
+            _QUANT_MATMUL, reading(run_quant_matmul), looking(check_quant_matmul), fractal=True
+        ),
     }
 )

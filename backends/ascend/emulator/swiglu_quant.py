@@ -1,8 +1,11 @@
-"""Emulated npu_dequant_swiglu_quant: integer sums to numbers, the gated activation, and 8 bits again, by group or not.
+"""Emulated activation between two 8-bit products, behind the sums of the first or with it.
+
+npu_dequant_swiglu_quant takes integer sums to numbers, the gated activation, and 8 bits again, by group or not:
 
     y = act(x * weight_scale * activation_scale)        step = max |y| / 127        q = round(y / step)
 
-Source: op-plugin's page, and dequant_swiglu_quant of ops-nn.
+npu_grouped_matmul_swiglu_quant_v2 makes the sums itself, from rows and a matrix for each group in FRACTAL_NZ.
+Source: op-plugin's page, dequant_swiglu_quant of ops-nn, and the page of aclnnGroupedMatmulSwigluQuantV2.
 """
 
 from collections.abc import Mapping
@@ -11,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from mla_fx.backends.ascend.emulator.fractal import looking, reading
 from mla_fx.backends.ascend.emulator.operator import Operator, require, tiling
 from mla_fx.backends.ascend.emulator.quant import quantised
 
@@ -68,9 +72,63 @@ def run(x: torch.Tensor, weight_scale: torch.Tensor, activation_scale: torch.Ten
         quantised(gate / (1 + torch.exp(-gate)) * up, q[start:end], scale[start:end])
 
 
+def check_product(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    weight_scales: list[torch.Tensor],
+    assist: Any,
+    bias: Any,
+    x_scale: torch.Tensor,
+    smooth: Any,
+    groups: torch.Tensor,
+    dequant_mode: int,
+    dequant_dtype: int,
+    quant_mode: int,
+    group_list_type: int,
+    tuning: Any,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    """int8 with a scale for each row and each feature.  The wheel asks for one weight, and for its format."""
+    require(not assist and bias is None and smooth is None, "assist matrix, bias and smooth_scale are not emulated")
+    modes = (dequant_mode, dequant_dtype, quant_mode)
+    require(modes == (0, 0, 0), f"only dequant_mode, dequant_dtype and quant_mode 0 are emulated: got {modes}")
+    require(group_list_type in (0, 1), f"group_list_type must be 0 or 1: got {group_list_type}")
+    (weight,), (weight_scale,) = weights, weight_scales
+    require(x.dtype == weight.dtype == torch.int8, f"x and weight must be int8: got {x.dtype} and {weight.dtype}")
+    require(x.dim() == 2 and weight.dim() == 3, f"x must be [M, K], weight [E, K, N]: got {x.dim()}, {weight.dim()}")
+    require(weight.is_contiguous(), "weight must not be transposed")
+    experts, inner, wide = weight.shape
+    require(x.shape[1] == inner, f"K must be {inner}: got {x.shape[1]}")
+    require(inner % 16 == 0 and wide % 32 == 0, f"K and N must fill blocks of 16 and 32: got {inner} and {wide}")
+    require(wide <= 10240 and inner < 65536, f"N must be at most 10240, K below 65536: got {wide} and {inner}")
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    require(weight_scale.dtype in kinds, f"weight_scale must be of floats: got {weight_scale.dtype}")
+    require(list(weight_scale.shape) == [experts, wide], f"weight_scale must be {[experts, wide]}")
+    fit = x_scale.dtype == torch.float32 and list(x_scale.shape) == [x.shape[0]]
+    require(fit, f"x_scale must be float32 [{x.shape[0]}]: got {x_scale.dtype}")
+    fit = groups.dtype == torch.int64 and list(groups.shape) == [experts]
+    require(fit, f"group_list must be int64 [{experts}]: got {groups.dtype}")
+
+
+def run_product(x: torch.Tensor, weights: list[torch.Tensor], scales: list[torch.Tensor], *rest: Any) -> None:
+    """Integer sums, then as the other.  Rows behind the groups are not written."""
+    x_scale, groups, group_list_type, q, scale = rest[2], rest[4], rest[8], rest[-2], rest[-1]
+    counts = groups if group_list_type == 1 else groups.diff(prepend=torch.zeros(1, dtype=torch.int64))
+    group = torch.arange(len(counts)).repeat_interleave(counts)
+    sums = torch.zeros(x.shape[0], weights[0].shape[2], dtype=torch.int32)
+    for number, matrix in enumerate(weights[0]):
+        rows = (group == number).nonzero().flatten()
+        sums[rows] = torch.matmul(x[rows].int(), matrix.int())
+    run(sums, scales[0].float(), x_scale, None, None, None, counts, True, "dynamic", 0, q, scale)
+
+
 #: Name to operator.
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType(
     {
         "aclnnDequantSwigluQuantV2": Operator("T T T T T T T b s i64 s i64 i64 d d d O O", run, check),
+        "aclnnGroupedMatmulSwigluQuantWeightNzV2": Operator(
+            "T L L L T T T T i64 i64 i64 i64 I O O", reading(run_product), looking(check_product), fractal=True
+        ),
     }
 )

@@ -1,4 +1,4 @@
-"""Routed experts in 8 bits, from the tokens to the experts' rows, as one launch of four operators.
+"""Routed experts in 8 bits, from the tokens to the experts' rows, as one launch of three or four operators.
 
     rows, counts, source = permute_tokens(x, experts)
     rows = quant_grouped_linear(swiglu(quant_grouped_linear(rows, gate_up, ...)), down, ...)
@@ -6,13 +6,13 @@
 Apart, rows are quantised for each product by themselves, and what is between
 goes through memory in 16 bits.  Here the routing quantises, once for each
 token, the first product gives its integer sums, and one operator makes of these
-the activation in 8 bits, in float32 on the way.  The scales of the first weight
+the activation in 8 bits, in float32 on the way; where weights are in FRACTAL_NZ
+(`calls.fractal`), the same operator makes both.  The scales of the first weight
 stay float32.  Those of the second are bf16, as the operator wants them beside
 bf16, brought into it once, when the parameters are prepared.
 
-Found for bf16, and widths that `npu_dequant_swiglu_quant` takes.  One operator
-less would be `npu_grouped_matmul_swiglu_quant`, which takes weights in the NZ
-format only, and cumulative counts, which the routing of CANN 8.5 does not give.
+Found for bf16, and widths that `npu_dequant_swiglu_quant` takes; those of the
+operator for both are more.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,14 @@ import torch
 from attrs import field, frozen
 
 from mla_fx.backends.ascend.calls import grouped as call
-from mla_fx.backends.ascend.calls.experts import WIDEST, fits, route, swiglu_quantised
+from mla_fx.backends.ascend.calls.experts import (
+    WIDEST,
+    fits,
+    product_swiglu_quantised,
+    route,
+    swiglu_quantised,
+)
+from mla_fx.backends.ascend.calls.fractal import fractal, is_fractal
 from mla_fx.backends.ascend.calls.grouped import grouped
 from mla_fx.backends.ascend.permute_tokens import takes as routes
 from mla_fx.backends.device import Run
@@ -99,8 +106,11 @@ def rule(
         return x.new_empty((0, x.shape[1])), torch.empty_like(experts)
     mine = range(run.rank * own, (run.rank + 1) * own)
     rows, counts, source, steps = route(x, experts, own=mine, count=own * group.size, quantise=True)
-    sums = grouped(rows, gate_up, counts, output_dtype=torch.int32)
-    act, steps = swiglu_quantised(sums, gate_up_scale, steps, counts)
+    if is_fractal(gate_up):
+        act, steps = product_swiglu_quantised(rows, gate_up, gate_up_scale, steps, counts)
+    else:
+        sums = grouped(rows, gate_up, counts, output_dtype=torch.int32)
+        act, steps = swiglu_quantised(sums, gate_up_scale, steps, counts)
     out = grouped(act, down, counts, scale=[down_scale], per_token_scale=[steps], output_dtype=x.dtype)
     return out, source
 
@@ -135,4 +145,6 @@ def find(step: Step) -> Step:
     return rewrite(step, match)
 
 
-FUSION: Final = Fusion(QuantExperts, rule, takes, find, forms={"down_scale": narrowed})
+FUSION: Final = Fusion(
+    QuantExperts, rule, takes, find, forms={"gate_up": fractal, "down": fractal, "down_scale": narrowed}
+)

@@ -14,6 +14,7 @@ from typing import ClassVar, Final
 import torch
 from attrs import frozen
 
+from mla_fx.backends.ascend.calls import fractal
 from mla_fx.backends.ascend.calls.experts import WIDEST, fits, swiglu_quantised
 from mla_fx.backends.ascend.quant_linear import takes as projects
 from mla_fx.backends.device import Run
@@ -71,10 +72,10 @@ def rule(
         return (x.new_empty((0, down.shape[0])),)
     q, steps = torch.ops.npu.npu_dynamic_quant(x)
     gate_up_scale = gate_up_scale.contiguous()
-    sums = torch.ops.npu.npu_quant_matmul(q, gate_up.contiguous().t(), gate_up_scale, output_dtype=torch.int32)
+    sums = torch.ops.npu.npu_quant_matmul(q, fractal.matrix(gate_up), gate_up_scale, output_dtype=torch.int32)
     act, steps = swiglu_quantised(sums, gate_up_scale, steps)
     scales = {"scale": down_scale.contiguous(), "pertoken_scale": steps}
-    return (torch.ops.npu.npu_quant_matmul(act, down.contiguous().t(), **scales, output_dtype=x.dtype),)
+    return (torch.ops.npu.npu_quant_matmul(act, fractal.matrix(down), **scales, output_dtype=x.dtype),)
 
 
 def find(step: Step) -> Step:
@@ -95,4 +96,4 @@ def find(step: Step) -> Step:
     return rewrite(step, match)
 
 
-FUSION: Final = Fusion(QuantMlp, rule, takes, find)
+FUSION: Final = Fusion(QuantMlp, rule, takes, find, forms={"gate_up": fractal.fractal, "down": fractal.fractal})

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from tests.backends.ascend.legal import at, fp16, fp32, int32, int64
+from tests.backends.ascend.legal import at, fp16, fp32, in_blocks, int8, int32, int64, there
 from tests.backends.ascend.refusals import Row, row
 
 FINALIZE: Final = (
@@ -53,5 +53,51 @@ SWIGLU_QUANT: Final = (
     ),
 )
 
+PRODUCT_QUANT: Final = (
+    row(
+        "product_quant",
+        "assist matrix, bias and smooth_scale are not emulated",
+        weight_assist_matrix=lambda: [there(2, 64, dtype=fp32)],
+    ),
+    row("product_quant", r"only dequant_mode, .* 0 are emulated: got \(1, 0, 0\)", dequant_mode=1),
+    row("product_quant", "group_list_type must be 0 or 1: got 2", group_list_type=2),
+    row("product_quant", "x and weight must be int8: got torch.int32", x=at(6, 16, dtype=int32)),
+    row("product_quant", r"x must be \[M, K\], weight \[E, K, N\]: got 3, 3", x=at(1, 6, 16, dtype=int8)),
+    row(
+        "product_quant",
+        "weight must not be transposed",
+        weight=lambda: [in_blocks(2, 64, 16).transpose(1, 2)],
+    ),
+    row("product_quant", "K must be 16: got 32", x=at(6, 32, dtype=int8)),
+    row(
+        "product_quant",
+        "K and N must fill blocks of 16 and 32: got 24 and 64",
+        x=at(6, 24, dtype=int8),
+        weight=lambda: [in_blocks(2, 24, 64)],
+    ),
+    row(
+        "product_quant",
+        "N must be at most 10240, K below 65536: got 10272 and 16",
+        weight=lambda: [in_blocks(2, 16, 10272)],
+    ),
+    row("product_quant", "weight_scale must be of floats: got", weight_scale=lambda: [there(2, 64, dtype=int32)]),
+    row("product_quant", r"weight_scale must be \[2, 64\]", weight_scale=lambda: [there(2, 32, dtype=fp32)]),
+    row("product_quant", r"x_scale must be float32 \[6\]: got torch.bfloat16", x_scale=at(6)),
+    row("product_quant", r"group_list must be int64 \[2\]: got torch.int32", group_list=at(2, dtype=int32)),
+)
+
+FRACTAL: Final = (
+    row("format_cast", "only casts to FRACTAL_NZ and back are emulated", input=at(32, 64), acl_format=29),
+    row(
+        "quant_matmul",
+        "aclnnQuantMatmulV5: tensors must be in the format ND: got FRACTAL_NZ",
+        x1=lambda: in_blocks(3, 16),
+    ),
+)
+
 #: By the module whose refusals they utter.
-TABLE: Final[Mapping[str, tuple[Row, ...]]] = {"finalize": FINALIZE, "swiglu_quant": SWIGLU_QUANT}
+TABLE: Final[Mapping[str, tuple[Row, ...]]] = {
+    "finalize": FINALIZE,
+    "swiglu_quant": (*SWIGLU_QUANT, *PRODUCT_QUANT),
+    "fractal": FRACTAL,
+}

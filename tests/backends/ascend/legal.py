@@ -23,6 +23,30 @@ def turned(*shape: int, dtype: torch.dtype = bf16) -> Callable[[], torch.Tensor]
     return lambda: there(second, first, *rest, dtype=dtype).transpose(0, 1)
 
 
+def in_blocks(*shape: int, dtype: torch.dtype = int8) -> torch.Tensor:
+    """In FRACTAL_NZ."""
+    torch.npu.config.allow_internal_format = True
+    try:
+        return torch.ops.npu.npu_format_cast(there(*shape, dtype=dtype), 29)
+    finally:
+        torch.npu.config.allow_internal_format = False
+
+
+def _int8_products(weight: torch.Tensor) -> dict[str, Any]:
+    experts, inner, features = weight.shape
+    return {
+        "x": [there(6, inner, dtype=int8)],
+        "weight": [weight],
+        "scale": [there(experts, features)],
+        "per_token_scale": [there(6, dtype=fp32)],
+        "group_list": torch.tensor([4, 2]).npu(),
+        "split_item": 3,
+        "group_type": 0,
+        "group_list_type": 1,
+        "output_dtype": bf16,
+    }
+
+
 def _attention(packed: bool) -> dict[str, Any]:
     shape = (4, 16) if packed else (2, 16, 1)
     return {
@@ -136,18 +160,19 @@ LEGAL: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
         "split_item": 0,
         "group_type": -1,
     },
-    "grouped_int8": lambda: {
-        "x": [there(6, 16, dtype=int8)],
-        "weight": [there(2, 16, 24, dtype=int8)],
-        "scale": [there(2, 24)],
-        "per_token_scale": [there(6, dtype=fp32)],
-        "group_list": torch.tensor([4, 2]).npu(),
-        "split_item": 3,
-        "group_type": 0,
+    "grouped_int8": lambda: _int8_products(there(2, 16, 24, dtype=int8)),
+    "grouped_fractal": lambda: _int8_products(in_blocks(2, 16, 32)),
+    "format_cast": lambda: {"input": in_blocks(32, 64), "acl_format": 2},
+    "product_quant": lambda: {
+        "x": there(6, 16, dtype=int8),
+        "weight": [in_blocks(2, 16, 64)],
+        "weight_scale": [there(2, 64, dtype=fp32)],
+        "x_scale": there(6, dtype=fp32),
+        "group_list": torch.tensor([4, 1]).npu(),
         "group_list_type": 1,
-        "output_dtype": bf16,
     },
     "dynamic_quant": lambda: {"input": there(3, 16)},
+    "quant_matmul_fractal": lambda: LEGAL["quant_matmul"]() | {"x2": in_blocks(16, 24)},
     "quant_matmul": lambda: {
         "x1": there(3, 16, dtype=int8),
         "x2": there(16, 24, dtype=int8),
@@ -196,10 +221,14 @@ CALLS: Final[Mapping[str, Callable[[dict[str, Any]], Any]]] = {
     "grouped": _named("npu_grouped_matmul"),
     "grouped_apart": _named("npu_grouped_matmul"),
     "grouped_int8": _named("npu_grouped_matmul"),
+    "grouped_fractal": _named("npu_grouped_matmul"),
+    "format_cast": _named("npu_format_cast"),
+    "product_quant": _named("npu_grouped_matmul_swiglu_quant_v2"),
     "finalize": _named("npu_moe_finalize_routing"),
     "swiglu_quant": _named("npu_dequant_swiglu_quant"),
     "dynamic_quant": _named("npu_dynamic_quant"),
     "quant_matmul": _named("npu_quant_matmul"),
+    "quant_matmul_fractal": _named("npu_quant_matmul"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from attrs import field, frozen
 
-from tests.backends.ascend.legal import at, fp16, fp32, int8, int32, int64, make, there, turned
+from tests.backends.ascend.legal import at, bf16, fp16, fp32, in_blocks, int8, int32, int64, make, there, turned
 
 
 @frozen
@@ -220,6 +220,23 @@ GROUPED: Final = (
     row("grouped_int8", r"scale must be \[2, 24\]: got \[24\]", scale=lambda: [there(24)]),
     row("grouped_int8", "per_token_scale must be float32: got", per_token_scale=lambda: [there(6)]),
     row("grouped_int8", r"per_token_scale must be \[6\]", per_token_scale=lambda: [there(5, dtype=fp32)]),
+    row(
+        "grouped_apart",
+        "only group_type 0 is emulated in FRACTAL_NZ: got -1",
+        weight=lambda: [in_blocks(16, 16, dtype=bf16)] * 2,
+    ),
+    row(
+        "grouped",
+        "only int8 is emulated in FRACTAL_NZ: got torch.bfloat16",
+        weight=lambda: [in_blocks(2, 16, 32, dtype=bf16)],
+    ),
+    row(
+        "grouped_fractal",
+        "out must be float16 or bfloat16 beside a weight in FRACTAL_NZ",
+        output_dtype=int32,
+        scale=None,
+        per_token_scale=None,
+    ),
 )
 
 QUANT: Final = (

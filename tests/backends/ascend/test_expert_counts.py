@@ -43,14 +43,20 @@ def test_all_ways_give_the_same_numbers(emulator, given):
             torch.testing.assert_close(got, want, rtol=0, atol=want.abs().max().item() / 32)
 
 
+@pytest.mark.cann("9.1")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_table(emulator, way):
-    """The same for each rank of a process; routed experts are at most 8."""
+    """The same for each rank of a process, on the newest release."""
     readme = (ROOT / "backends" / "README.md").read_text()
     (line,) = re.findall(rf"^\| {way} \| ([\d |]+) \|$", readme, re.MULTILINE)
     counts = [len(operators(emulator, given, way)) for given in GIVEN]
     assert [count / GIVEN[0].ranks for count in counts] == [int(number) for number in line.split(" | ")]
-    assert way != "lowered" or max(counts[:2]) <= 8 * GIVEN[0].ranks
+
+
+def test_routed_experts_are_at_most_eight(emulator, release):
+    """In 8 bits one less where weights are in FRACTAL_NZ."""
+    counts = [len(operators(emulator, given)) // given.ranks for given in GIVEN[:2]]
+    assert counts == [8, 7 if release == "9.1" else 8]
 
 
 def test_the_sum_with_shared_experts_is_no_launch(emulator):

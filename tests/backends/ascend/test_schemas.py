@@ -9,6 +9,7 @@ a meta kernel; our own checks of them run here, and on the emulator.
 import ast
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ each_op = pytest.mark.parametrize("op", ascend.TABLE.rules, ids=stem)
 DTYPES = ("bf16", "fp16", "fp32")
 
 #: Called with an operator's arguments as torch parsed them; the wheel has no meta kernel for these (nor for their
-#: kin of other versions).  Their results are ours: of the first a size, of the second what the functional form says.
+#: kin of other versions).  Their results are ours: of the first a size, of the second what the functional form says;
+#: a cast of format leaves the shape, and what was cast is in that format.
 SCHEMA_ONLY = (
+    "npu::npu_format_cast.default",
+    "npu::get_npu_format.default",
     "npu::_npu_fused_infer_attention_score_v2_get_max_workspace.default",
     "npu::npu_fused_infer_attention_score_v2.out",
 )
@@ -39,10 +43,17 @@ class Calls(Watch):
 
     def __init__(self) -> None:
         super().__init__(device=None)  # tables are made on the host, once
+        self.formats: dict[Any, tuple[int, torch.Tensor]] = {}  # of memory; and who holds it
 
     def answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        size, into = SCHEMA_ONLY
+        cast, form, size, into = SCHEMA_ONLY
         match self.called[-1]:
+            case name if name == cast:
+                made = torch.empty_like(args[0])
+                self.formats[made.untyped_storage()._cdata] = args[1], made
+                return made
+            case name if name == form:
+                return self.formats.get(args[0].untyped_storage()._cdata, (2, None))[0]
             case name if name == size:
                 torch.ops.npu.npu_fused_infer_attention_score_v2(*args, **kwargs)
                 return args[0].new_empty(4096)
@@ -58,10 +69,10 @@ class Calls(Watch):
 @cache
 def run(op: type[Op], step: Step) -> frozenset[str]:
     """The operators of torch_npu that the op's rule calls; what it returns is held against the op's shape rule."""
-    called = set()
-    for case in cases(op, step):
+    called, wanted = set(), ascend.TABLE.forms.get(op)
+    for case, forms in product(cases(op, step), (None, wanted) if wanted else (None,)):
         with Calls() as calls:
-            results = ask(ascend.TABLE.rules[op], case, ranks=step.ranks, device=Device("meta"))
+            results = ask(ascend.TABLE.rules[op], case, ranks=step.ranks, device=Device("meta"), forms=forms)
         for of_rank in results:
             assert tuple(map(aval, of_rank)) == case.op.infer(*case.avals)
         called |= {name for name in calls.called if name.startswith("npu::")}
