@@ -23,6 +23,10 @@ CONFIG = MlaConfig(
 )
 
 
+#: What the first product of a layer begins with.
+FIRST = ("aclnnMatmul", "aclnnGroupedMatmulV5", "aclnnDynamicQuantV2")
+
+
 @frozen
 class Counts:
     """`operators` called, `kernels` that they launch with strided operands made contiguous, and `collectives`."""
@@ -56,7 +60,7 @@ def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
     torch.npu.synchronize()
     with machine.tracing() as trace:
         run(*again)
-    first = next(k for k, task in enumerate(trace) if task.name in ("aclnnMatmul", "aclnnGroupedMatmulV5"))
+    first = next(k for k, task in enumerate(trace) if task.name in FIRST)
     return trace[first:]
 
 
