@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from mla_fx.backends.backend import Backend as Backend
 from mla_fx.backends.backend import Executable as Executable
-from mla_fx.backends.body import RunError as RunError
 from mla_fx.backends.contract import ContractError as ContractError
 from mla_fx.backends.device import Device as Device
 from mla_fx.backends.device import Run as Run
@@ -19,6 +18,7 @@ from mla_fx.backends.membership import agree as agree
 from mla_fx.backends.membership import join as join
 from mla_fx.backends.peers import PeerError as PeerError
 from mla_fx.backends.prepared import Prepared as Prepared
+from mla_fx.backends.rows import RunError as RunError
 from mla_fx.backends.table import Collective as Collective
 from mla_fx.backends.table import Fusion as Fusion
 from mla_fx.backends.table import MissingRuleError as MissingRuleError

@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field, frozen
 
-from mla_fx.backends.body import RunError, collective_of, forming_rule
+from mla_fx.backends.body import collective_of, forming_rule
 from mla_fx.backends.contract import ContractError, check_results
 from mla_fx.backends.prepared import Prepared
+from mla_fx.backends.rows import RunError
 from mla_fx.backends.table import Rule
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import MAIN, Aval, Drop, Effect, Keep, Launch, Program, Record, Stage, Wait

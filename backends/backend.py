@@ -17,6 +17,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from mla_fx.backends.adversary import Adversary
 from mla_fx.backends.body import body_of
+from mla_fx.backends.captured import Captured
 from mla_fx.backends.device import HOST, Device
 from mla_fx.backends.door import refuse_transforms, special
 from mla_fx.backends.inputs import Loader
@@ -131,8 +132,13 @@ class Backend:
         only = {name: next(iter(found)) for name, found in wanted.items() if len(found) == 1}
         return {put.name: form for put in described.inputs if put.role == "parameter" and (form := only.get(put.name))}
 
-    def compile(self, program: Program, prepared: Prepared | None = None, *, unchecked: bool = False) -> "Executable":
+    def compile(
+        self, program: Program, prepared: Prepared | None = None, *, unchecked: bool = False, capture: bool = False
+    ) -> "Executable":
         """Turn a program into a function of its arguments, all but the parameters.
+
+        `capture`: on a device that has graphs, one replay of a graph from the second call on, with the states of the
+        first; what it gives holds until its next call (`mla_fx.backends.captured`).
 
         Raises `LawError` for an illegal one, `MissingRuleError` for an op without rule and definition, `InputError`
         for an op that an operator refuses and where `prepared` is not what the program asks for.  `unchecked` skips
@@ -143,14 +149,14 @@ class Backend:
         """
         peers = self.world.peers
         if peers is None:
-            return self._compiled(program, prepared, unchecked)
+            return self._compiled(program, prepared, unchecked, capture)
         with peers.step():
-            made = self._compiled(program, prepared, unchecked)
+            made = self._compiled(program, prepared, unchecked, capture)
             peers.agree("compile", {"program": made.program})
         collectives = tuple(launch for launch in made.program.launches if launch.op.communicates)
         return InGroup(made.program, made.load, made.body, made.pack, peers, collectives)
 
-    def _compiled(self, program: Program, prepared: Prepared | None, unchecked: bool) -> "Executable":
+    def _compiled(self, program: Program, prepared: Prepared | None, unchecked: bool, capture: bool) -> "Executable":
         if self.dtype:
             program = program.with_float(self.dtype)
         if not unchecked:
@@ -158,7 +164,9 @@ class Backend:
         self._accept(program)
         accept(program.inputs, prepared, ranks=self.here, device=self.device.kind)
         body: Callable[[list[Any]], Sequence[Any]]
-        if self.adversary is None:
+        if capture:
+            body = Captured.of(program, self, prepared)
+        elif self.adversary is None:
             body = body_of(program, self, prepared)
         else:
             body = Adversary(program, self, prepared, seed=self.adversary, legal=not unchecked)

@@ -1,8 +1,7 @@
-"""The body of an executable: a program as rows, run by one loop.
+"""From a program to the rows of an executable's body, effect by effect.
 
-A row is a function, where in the list of values its operands lie, and where its
-results go.  Every value of every rank has a place of its own; a drop empties
-it.  Effects that a device without streams has no use for have no row.
+Effects that a device without streams has no use for have no row.  A program
+that is captured has none for what is staged: that is sent before the graph.
 
 All ranks that this process runs share the device's streams: a launch is a row
 for each rank, one after the other on the stream it names; a collective is one
@@ -12,17 +11,16 @@ row for all; records, waits and the staging are issued once.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter, length_hint
+from operator import itemgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, assert_never
 
 import attrs
-from attrs import define, field, frozen
+from attrs import define, field
 
-from mla_fx.backends.contract import check_results
 from mla_fx.backends.device import Run
-from mla_fx.backends.peers import PeerError
 from mla_fx.backends.prepared import Prepared
+from mla_fx.backends.rows import Body, Row, takes_over
 from mla_fx.backends.staging import Staging
 from mla_fx.backends.table import Collective, Form, Rule, formed, takes_any
 from mla_fx.effects import MAIN, Aval, Drop, Input, Keep, Launch, Op, Program, Record, Stage, Wait
@@ -30,26 +28,6 @@ from mla_fx.effects.passes import definition
 
 if TYPE_CHECKING:
     from mla_fx.backends.backend import Backend
-
-#: A function, what it takes out of the list of values, where its one result goes (most have one, and an index costs a
-#: third of a slice), where its results go, and the places to empty behind it.
-Row = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], int | None, slice, tuple[int, ...]]
-
-
-class RunError(RuntimeError):
-    """A rule failed in the middle of a step: says which launch, where it was written, on which rank and stream.
-
-    States may have been written by then.
-    """
-
-    def __init__(self, launch: Launch, rank: int | None, error: BaseException) -> None:
-        self.launch, self.rank, self.error = launch, rank, error
-        of = "all ranks" if rank is None else f"rank {rank}"
-        tag = f"{launch.tag}: " if launch.tag else ""
-        super().__init__(f"{tag}'{launch}' on stream {launch.stream}, {of}: {type(error).__name__}: {error}")
-
-    def __reduce__(self) -> Any:
-        return RunError, (self.launch, self.rank, self.error)
 
 
 def rule_of(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rule:
@@ -132,90 +110,9 @@ def collective_of(backend: "Backend", op: Op, *, spent: bool = False) -> Callabl
     return together
 
 
-def takes_over(launch: Launch, spent: frozenset[str]) -> bool:
-    """Whether a launch is a sum that may be made in the memory of its operand."""
-    return launch.op.communicates == "all_reduce" and spent.issuperset(launch.operands)
-
-
 def parameters(op: Op) -> dict[str, Any]:
     """The fields of an op, as its rules get them."""
     return {one.name: getattr(op, one.name) for one in attrs.fields(type(op))}
-
-
-@frozen(eq=False)
-class Body:
-    """Rows, with what each is of, for errors; `tail` are the values behind the inputs: parameters, then room."""
-
-    rows: tuple[Row, ...]
-    of: tuple[tuple[Launch | None, int | None], ...]
-    tail: tuple[Any, ...]
-    outputs: Callable[[list[Any]], Sequence[Any]]
-    backend: "Backend"
-    others: tuple[Any, ...]  # streams beside main
-    avals: Mapping[str, Aval]
-    spent: frozenset[str]
-    proven: list[bool] = field(factory=lambda: [False])  # whether a run has shown what the rules give
-
-    def __call__(self, values: list[Any]) -> Sequence[Any]:
-        """From the leaves of the inputs to those of the outputs, output after output and rank after rank."""
-        if not self.backend.device.has_streams:
-            return self._issue(values)
-        device = self.backend.device
-        caller = device.enter(self.others)
-        try:
-            return self._issue(values)
-        except BaseException:
-            device.module.synchronize()  # nothing that was issued outlives the tensors it reads
-            raise
-        finally:
-            device.leave(caller)
-
-    def _issue(self, values: list[Any]) -> Sequence[Any]:
-        values += self.tail
-        rows = iter(self.rows)
-        try:
-            if self.proven[0]:
-                for function, take, at, put, empty in rows:
-                    if at is None:
-                        values[put] = function(*take(values))
-                    else:
-                        (values[at],) = function(*take(values))
-                    for place in empty:
-                        values[place] = None
-            else:
-                for number, (function, take, _, put, empty) in enumerate(rows):
-                    values[put] = self._held(number, function, take(values))
-                    for place in empty:
-                        values[place] = None
-                self.proven[0] = True
-        except Exception as error:
-            launch, rank = self.of[len(self.rows) - 1 - length_hint(rows)]
-            if launch is None:
-                raise
-            if isinstance(error, PeerError):
-                raise error.at(launch) from None
-            raise RunError(launch, rank, error) from error
-        return self.outputs(values)
-
-    def _held(self, number: int, function: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Sequence[Any]:
-        """The results of a row, held against the contract of a rule."""
-        results = function(*operands)
-        self._hold(number, operands, results)
-        return results
-
-    def _hold(self, number: int, operands: Sequence[Any], results: Any) -> None:
-        """Hold results against the contract of a rule, rank by rank."""
-        launch, rank = self.of[number]
-        if launch is None:
-            return
-        avals = [self.avals[name] for name in launch.results]
-        check = partial(check_results, spent=takes_over(launch, self.spent))
-        if rank is not None:
-            return check(launch, operands, results, avals)
-        count, give = len(launch.operands), len(avals)
-        for k in range(len(operands) // count):
-            check(launch, operands[k * count : (k + 1) * count], results[k * give : (k + 1) * give], avals)
-        return None
 
 
 @define(eq=False)
@@ -225,6 +122,7 @@ class Writer:
     program: Program
     backend: "Backend"
     prepared: Prepared | None
+    captured: bool = False
     rows: list[Row] = field(factory=list)
     of: list[tuple[Launch | None, int | None]] = field(factory=list)
     place: dict[tuple[str, int], int] = field(factory=dict)  # value and rank -> where it is in the list
@@ -267,12 +165,12 @@ class Writer:
         for effect in self.program.effects:
             self.effect(effect)
         found = {**self.place, **given}
-        taken = [found[name, rank] for name in self.program.outputs for rank in ranks]
+        taken = tuple(found[name, rank] for name in self.program.outputs for rank in ranks)
         others = tuple(device.stream(name) for name in self.program.streams[1:]) if device.has_streams else ()
         if device.has_streams:
             device.module.synchronize()  # what parameters became in their forms may be read on any stream from here on
         rows, of, tail = tuple(self.rows), tuple(self.of), tuple(self.tail)
-        return Body(rows, of, tail, _take(taken), self.backend, others, self.avals, self.spent)
+        return Body(rows, of, tail, taken, _take(taken), self.backend, others, self.avals, self.spent)
 
     def room(self, *leaves: Any) -> int:
         """Place behind all others, for values that are there or to come."""
@@ -320,6 +218,8 @@ class Writer:
                     self.local(effect)
             case Drop():
                 self.drop(effect)
+            case Stage() if self.captured:
+                pass
             case _ if not device.has_streams:
                 pass  # one thread runs in issue order, which is a legal order: nothing to wait for
             case Stage():
@@ -443,6 +343,9 @@ def _take(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     return taken
 
 
-def body_of(program: Program, backend: "Backend", prepared: Prepared | None) -> Body:
-    """The rows of a program; raises `InputError` where the device has no stream left for it."""
-    return Writer(program, backend, prepared).write()
+def body_of(program: Program, backend: "Backend", prepared: Prepared | None, *, captured: bool = False) -> Body:
+    """The rows of a program; raises `InputError` where the device has no stream left for it.
+
+    `captured`: its inputs come as they are in the graph, on the device.
+    """
+    return Writer(program, backend, prepared, captured).write()

@@ -13,8 +13,9 @@ a legal order.
 
 import os
 import threading
-from collections.abc import Callable, Hashable
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
+from typing import Any, Final, Protocol
 
 import torch
 from attrs import define, field, frozen
@@ -27,24 +28,50 @@ class Scratch:
     """Memory that the operators of one rank share, each only while it runs; programs keep them in order.
 
     One block for all programs, as large as the largest of them asks for.  Where a program needs more than those before
-    it, its first step waits for the device, since an operator that still runs may be using what was outgrown.
+    it, its first step waits for the device, since an operator that still runs may be using what was outgrown.  A block
+    that a captured program uses is its for good: what needs more than that gets one beside it.
     """
 
     device: "Device"
     memory: torch.Tensor | None = None
     known: set[Hashable] = field(factory=set)
+    captured: bool = False
+    beside: "Scratch | None" = None
 
     def room(self, need: Hashable, size: Callable[[], int]) -> torch.Tensor:
         """Memory for an operator; `size` says how many bytes it needs at most, asked once for every `need`."""
+        if self.beside is not None and need in self.beside.known:
+            return self.beside.room(need, size)
         if need not in self.known or self.memory is None:
             count = size()
             if self.memory is None or count > self.memory.nbytes:
-                if self.memory is not None and self.device.has_streams:
-                    self.device.module.synchronize()
-                self.memory = None  # before the larger one is made
-                self.memory = torch.empty(count, dtype=torch.uint8, device=self.device.kind)
+                if self.captured:
+                    self.beside = self.beside or Scratch(self.device)
+                    return self.beside.room(need, lambda: count)
+                self._grow(count)
             self.known.add(need)
+        self.captured = self.captured or self.device.recorder is not None
+        assert self.memory is not None
         return self.memory
+
+    def _grow(self, count: int) -> None:
+        if self.device.recorder is not None:
+            raise InputError(f"workspace: must not grow while a program is captured: got a need of {count} bytes")
+        if self.memory is not None and self.device.has_streams:
+            self.device.module.synchronize()
+        self.memory = None  # before the larger one is made
+        self.memory = torch.empty(count, dtype=torch.uint8, device=self.device.kind)
+
+
+class Recorder(Protocol):
+    """What a launch with integers on the host is told to while a program is captured."""
+
+    def issue(self, call: "Issued", tensors: Sequence[torch.Tensor], host: tuple[tuple[int, ...], ...]) -> None:
+        """See `Device.issue`."""
+
+
+#: `call(tensors, host)`: an operator on tensors that are there, its results among them, with integers of the host.
+Issued = Callable[[Sequence[torch.Tensor], tuple[tuple[int, ...], ...]], None]
 
 
 @define(eq=False)
@@ -62,6 +89,8 @@ class Device:
     constants: dict[Hashable, torch.Tensor] = field(factory=dict, repr=False)
     issuing: Any = field(factory=threading.Lock, repr=False)
     caller: Any = field(default=None, init=False, repr=False)  # the stream that the last program had as its main
+    recorder: Recorder | None = field(default=None, init=False, repr=False)  # of the program that is being captured
+    pool: Any = field(default=None, init=False, repr=False)  # the memory of all captured programs
 
     @property
     def has_streams(self) -> bool:
@@ -88,6 +117,24 @@ class Device:
         if name not in self.events:
             self.events[name] = self.module.Event()
         return self.events[name]
+
+    def issue(self, call: Issued, tensors: Sequence[torch.Tensor], host: tuple[tuple[int, ...], ...]) -> None:
+        """Call an operator that takes integers of the host, all that its op has, in the op's order.
+
+        In a program that is captured the call is one that every replay updates, with integers of its own over the same
+        tensors: so it may depend on these integers in no other way, and launches nothing else.
+        """
+        if self.recorder is None:
+            call(tensors, host)
+        else:
+            self.recorder.issue(call, tensors, host)
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over the same memory that does not keep it: where a graph has that, its launches need no more."""
+        if self.kind != "npu":
+            return tensor
+        made: torch.Tensor = import_module("torch_npu")._C._weak_ref_tensor(tensor)
+        return made
 
     def constant(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor that never changes, made on the host by `make` when it is first asked for, and copied here.

@@ -26,6 +26,10 @@ Beside rules, a table may have for an op
     forms   operand -> function: the form that the rules want it in.  A parameter is brought into it once, when it is
             prepared, and kept in it alone where all of what it is prepared for wants it so
     passes  from step to step, as `Backend.lower` applies them: fusing what the backend has an operator for
+    captured  the rule in a captured program where the device updates no launches: integers on the host come to it as
+            int64 tensors on the device, so that it works on shapes alone
+    updates  `updates(op, *operands) -> str | None`: why a captured launch cannot be updated to such integers, which are
+            tuples beside the avals of the rest; asked before each replay
 """
 
 from collections.abc import Callable, Mapping
@@ -88,13 +92,20 @@ class Table:
     takes: Mapping[type[Op], Takes] = field(factory=dict, converter=_frozen)
     forms: Mapping[type[Op], Mapping[str, Form]] = field(factory=dict, converter=_frozen)
     passes: tuple[Pass, ...] = ()
+    captured: Mapping[type[Op], Rule] = field(factory=dict, converter=_frozen)
+    updates: Mapping[type[Op], Takes] = field(factory=dict, converter=_frozen)
 
     def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Table":
-        """With rules added or replaced; what the old rule of an op took, and in which form, goes with it."""
-        takes, forms = (
-            {op: given for op, given in table.items() if op not in rules} for table in (self.takes, self.forms)
-        )
-        return evolve(self, rules={**self.rules, **rules}, takes=takes, forms=forms)
+        """With rules added or replaced; what the old rule of an op took, and its other forms, go with it."""
+        others: dict[str, Any] = {
+            name: {op: given for op, given in getattr(self, name).items() if op not in rules}
+            for name in ("takes", "forms", "captured", "updates")
+        }
+        return evolve(self, rules={**self.rules, **rules}, **others)
+
+    def for_capture(self) -> "Table":
+        """With the rules of captured programs in place of the others."""
+        return evolve(self, rules={**self.rules, **self.captured})
 
     def with_fusions(self, *fusions: "Fusion") -> "Table":
         """With fused ops that the backend has an operator for, and the passes that find them."""

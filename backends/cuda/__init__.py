@@ -22,6 +22,7 @@ from mla_fx.backends import common, kernels
 from mla_fx.backends.cuda import (
     absorb_query,
     combine,
+    current_attention,
     gate_logits,
     grouped_linear,
     history_attention,
@@ -52,6 +53,10 @@ TABLE: Final = Table(
         ops.UnpermuteTokens: unpermute_tokens.rule,
         ops.VUp: v_up.rule,
         ops.WriteRows: write_rows.rule,
+    },
+    captured={
+        ops.CurrentAttention: current_attention.captured,
+        ops.HistoryAttention: history_attention.captured,
     },
 )
 

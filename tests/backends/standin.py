@@ -71,8 +71,8 @@ class Module:
 class Machine:
     """A device of its own on the stand-in, called from the stream `caller`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.module = Module()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Module | None = None) -> None:
+        self.module = module or Module()
         self.caller = self.module.current = Stream(self.module, -1)
         self.device = Device("cpu", self.module)
         self.labels: dict[int, str] = {}  # of tensors by id: a log that held them would be their owner
@@ -111,7 +111,7 @@ class Machine:
             case "record":
                 return f"{events.get(rest[0], 'sent')} at {of(rest[1])}"
             case "wait":
-                return f"{of(rest[1])} waits {events[rest[0]]}"
+                return f"{of(rest[1])} waits {events.get(rest[0], 'the replay before')}"
             case "follow":
                 return f"{of(rest[0])} follows {of(rest[1])}"
             case "keep":
