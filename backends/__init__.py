@@ -28,6 +28,7 @@ from mla_fx.backends.world import InProcess as InProcess
 from mla_fx.backends.world import Processes as Processes
 from mla_fx.backends.world import World as World
 from mla_fx.effects import InputError
+from mla_fx.layout import Layout
 
 
 def _reference(world: World, adversary: int | None) -> Backend:
@@ -61,15 +62,16 @@ NAMED: Final[Mapping[str, Callable[[World, int | None], Backend]]] = MappingProx
 _ALONE: Final[Any] = object()
 
 
-def get(name: str, *, ranks: int = 1, adversary: int | None = None, group: Any = _ALONE) -> Backend:
-    """The backend called `name`, running all `ranks` ranks in this process.
+def get(name: str, *, ranks: int | Layout = 1, adversary: int | None = None, group: Any = _ALONE) -> Backend:
+    """The backend called `name`, running all `ranks` ranks in this process, or those of a `Layout`.
 
-    With `group`, a group of `torch.distributed` whose size is `ranks` (on
+    With `group`, a group of `torch.distributed` of as many processes (on
     `ascend` made with "hccl", on the host with "gloo"), the process runs its
-    own rank only: arguments are lists of one entry, and so are results.
-    On `ascend` and `cuda` it takes the device of number LOCAL_RANK, which
-    torchrun sets, and without that the current one; the first backend of a
-    process decides, so it is made before the first collective.
+    own rank only, and all of them make the groups of the layout: arguments
+    are lists of one entry, and so are results.  On `ascend` and `cuda` it
+    takes the device of number LOCAL_RANK, which torchrun sets, and without
+    that the current one; the first backend of a process decides, so it is
+    made before the first collective.
 
     `adversary` is a seed: streams then run late and interleaved at random,
     memory is NaN until written and reused as early as the law allows.  The
@@ -83,7 +85,4 @@ def get(name: str, *, ranks: int = 1, adversary: int | None = None, group: Any =
         raise InputError(f"backend: must be one of {', '.join(NAMED)}: got {name!r}")
     if group is _ALONE:
         return NAMED[name](InProcess(ranks), adversary)
-    world = Processes(group)
-    if world.size != ranks:
-        raise InputError(f"ranks: must be the size of the group, {world.size}: got {ranks}")
-    return NAMED[name](world, adversary)
+    return NAMED[name](Processes(group, ranks), adversary)

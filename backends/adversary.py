@@ -13,8 +13,8 @@ is promised to a program:
     else touched between an op's begin and end makes its results NaN.
     Inputs arrive on the main stream, staged ones when they are sent; outputs are read there, whatever other
     streams still do.
-    A collective pairs the n-th of each rank, whichever op and group that is; a wrong pair is NaN.  Those of a group
-    that is declared independent are counted apart.
+    A collective pairs the n-th of each rank of its group, whichever op and group that is; a wrong pair is NaN.  Those
+    of a group that is declared independent are counted apart.
     Waiting for an event that has not been recorded does nothing.
 
 Half of the seeds draw uniformly; the others give priorities and change them at
@@ -102,6 +102,7 @@ class Adversary:
         self, program: Program, backend: "Backend", prepared: Prepared | None, *, seed: int, legal: bool
     ) -> None:
         self.program, self.seed, self.legal, self.ranks = program, seed, legal, backend.ranks
+        self.layout = backend.layout
         self.avals, self.root, self.home = program.avals(), program.memory(), program.home()
         self.prepared = prepared
         self.rules: list[list[Rule]] = [self._rules(launch, backend) for launch in program.launches]
@@ -149,11 +150,19 @@ class Adversary:
         return memory.view(-1).view(torch.uint8)[place].view(DTYPES[aval.dtype]).view(aval.shape)
 
     def _rules(self, launch: Launch, backend: "Backend") -> list[Rule]:
-        """The rule of every rank; of a collective, one for all."""
+        """The rule of every rank; of a collective, one for all ranks of a group."""
         if launch.op.communicates:
-            return [collective_of(backend, launch.op)]
+            groups = dict.fromkeys(self.partners(launch, rank) for rank in backend.here)
+            made = {ranks: collective_of(backend, launch.op, ranks) for ranks in groups}
+            return [made[self.partners(launch, rank)] for rank in backend.here]
         avals = [self.avals[name] for name in launch.operands]
         return [forming_rule(backend, launch.op, avals, rank) for rank in backend.here]
+
+    def partners(self, launch: Launch, rank: int) -> tuple[int, ...]:
+        """The ranks of the group that a collective of `rank` runs over."""
+        group = launch.op.group_of()
+        assert group is not None
+        return self.layout.members(group.name, rank)
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """One run; with the same seed and inputs, the same moves."""
@@ -313,10 +322,10 @@ class _Run:
             self.entered[task.rank][_lane(task)].append(task)
 
     def met(self, task: _Task) -> bool:
-        """A collective ends when every rank has entered its n-th one."""
+        """A collective ends when every rank of its group has entered its n-th one."""
         lane = _lane(task)
         turn = self.entered[task.rank][lane].index(task)
-        return all(len(rank[lane]) > turn for rank in self.entered)
+        return all(len(self.entered[rank][lane]) > turn for rank in self.machine.partners(task.launch, task.rank))
 
     def end(self, task: _Task) -> None:
         launch, state = task.launch, self.state[task.rank]
@@ -339,17 +348,17 @@ class _Run:
         return self.hold(task, results)
 
     def exchange(self, task: _Task) -> Sequence[torch.Tensor] | None:
-        """The first rank to end computes for all; a pair of different collectives is garbage for all."""
+        """The first rank to end computes for its group; a pair of different collectives is garbage."""
         lane = _lane(task)
         turn = self.entered[task.rank][lane].index(task)
-        partners = [rank[lane][turn] for rank in self.entered]
+        partners = [self.entered[rank][lane][turn] for rank in self.machine.partners(task.launch, task.rank)]
         if task.exchanged is None:
             same = all(partner.index == task.index for partner in partners)
             operands = [x for partner in partners for x in partner.operands]
-            found = self.call(self.machine.rules[task.index][0], *operands) if same else None
+            found = self.call(self.machine.rules[task.index][task.rank], *operands) if same else None
             count = len(task.results)
-            for rank, partner in enumerate(partners):
-                partner.exchanged = [found[rank * count : (rank + 1) * count]] if found is not None else []
+            for number, partner in enumerate(partners if same else [task]):
+                partner.exchanged = [found[number * count : (number + 1) * count]] if found is not None else []
         return self.hold(task, task.exchanged[0] if task.exchanged else None)
 
     def hold(self, task: _Task, results: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor] | None:

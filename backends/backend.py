@@ -29,6 +29,7 @@ from mla_fx.backends.world import InProcess, World
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import InputError, Launch, Op, Program, Step, check
 from mla_fx.effects.passes import defined, definition
+from mla_fx.layout import Layout
 
 Tree = TypeVar("Tree")
 
@@ -61,9 +62,14 @@ class Backend:
             )
 
     @property
+    def layout(self) -> Layout:
+        """How the ranks of a program are laid out."""
+        return self.world.layout
+
+    @property
     def ranks(self) -> int:
         """The ranks of a program."""
-        return self.world.size
+        return self.layout.size
 
     @property
     def here(self) -> range:
@@ -187,8 +193,8 @@ class Backend:
             if why is not None:
                 raise InputError(f"{where}: {why}")
             group = launch.op.group_of()
-            if group is not None and group.size != self.ranks:
-                raise InputError(f"{where}: is for the {group.size} ranks of {group}: got a backend of {self.ranks}")
+            if group is not None and group.size != self.layout.group(group.name).size:
+                raise InputError(f"{where}: is for the {group.size} ranks of {group}: got a backend of {self.layout}")
 
     def refusal(self, op: Op, *avals: Any) -> str | None:
         """Why this backend cannot run an op on such operands; None where it can."""

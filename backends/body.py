@@ -36,7 +36,13 @@ def rule_of(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rul
     if rule is None:
         return _by_definition(backend, op, avals, rank)
     assert not isinstance(rule, Collective)
-    return bound(rule, run=Run(rank, backend.device), **parameters(op))
+    return bound(rule, run=run_of(backend, op, rank), **parameters(op))
+
+
+def run_of(backend: "Backend", op: Op, rank: int) -> Run:
+    """Where a rule of an op runs on one rank."""
+    group = op.group_of()
+    return Run(rank if group is None else backend.layout.index(group.name, rank), backend.device, rank)
 
 
 def forming_rule(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rule:
@@ -83,17 +89,20 @@ def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int)
     return whole
 
 
-def collective_of(backend: "Backend", op: Op, *, spent: bool = False) -> Callable[..., list[Any]]:
+def collective_of(
+    backend: "Backend", op: Op, ranks: Sequence[int] | None = None, *, spent: bool = False
+) -> Callable[..., list[Any]]:
     """An op that communicates as a function of every rank's operands, to every rank's results, both flat.
 
-    `spent`: nobody else ever sees the operands (`Program.spent`).
+    `ranks` are those of whole groups, all that run here where it is None.  `spent`: nobody else ever sees the operands
+    (`Program.spent`).
     """
-    rule, how, count = backend.table.rules[type(op)], op.communicates, len(op.operands)
-    assert isinstance(rule, Collective) and how is not None
-    move, given = partial(backend.world.move, spent=spent), parameters(op)
+    rule, how, group, count = backend.table.rules[type(op)], op.communicates, op.group_of(), len(op.operands)
+    assert isinstance(rule, Collective) and how is not None and group is not None
+    move, given = partial(backend.world.move, group=group.name, spent=spent), parameters(op)
     halves = [
         (bound(rule.send, run=run, **given), bound(rule.receive, run=run, **given))
-        for run in (Run(rank, backend.device) for rank in backend.here)
+        for run in (run_of(backend, op, rank) for rank in (backend.here if ranks is None else ranks))
     ]
     if len(halves) == 1:
         ((send, receive),) = halves

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, Final, Protocol
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
 from mla_fx.effects import MAIN, InputError
 
@@ -235,14 +235,18 @@ HOST: Final = device("cpu")
 
 @frozen(eq=False)
 class Run:
-    """Where a rule runs: its rank in the group of the op, and what the device holds for it."""
+    """Where a rule runs: its rank in the group of the op, and what the device holds for it.
+
+    `number` is that of the rank in the world, whose workspaces these are; so is `rank` for an op without a group.
+    """
 
     rank: int = 0
     device: Device = HOST
+    number: int = field(default=Factory(lambda self: self.rank, takes_self=True))
 
     def scratch(self, name: str) -> Scratch:
         """The workspace of this rank that an op `uses`."""
-        return self.device.scratch.setdefault((self.rank, name), Scratch(self.device))
+        return self.device.scratch.setdefault((self.number, name), Scratch(self.device))
 
     def constant(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor that never changes: see `Device.constant`."""

@@ -1,15 +1,17 @@
 """Where the ranks are, and how what they send each other moves.
 
-    InProcess(ranks)     all ranks in this process, one after the other
-    Processes(group)     one rank in each process of a group of `torch.distributed`
+    InProcess(ranks)            all ranks in this process, one after the other
+    Processes(group, ranks)     one rank in each process of a group of `torch.distributed`
 
-Both are asked the same: which ranks run `here`, and to `move` what these have
-sent.  What only moves goes as bits, never as numbers: no transport may take a
-NaN or a subnormal for something to tidy.
+Both are asked the same: which ranks there are, as a `Layout`, which of them run
+`here`, and to `move` what these have sent in a group of the layout.  What only
+moves goes as bits, never as numbers: no transport may take a NaN or a subnormal
+for something to tidy.
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final, Protocol, assert_never
 
 import torch
@@ -20,7 +22,7 @@ from mla_fx.backends.peers import Peers
 from mla_fx.dtypes import wide
 from mla_fx.effects import InputError
 from mla_fx.effects.op import Meeting
-from mla_fx.effects.validate import integer
+from mla_fx.layout import Layout, layout_of
 
 #: Bytes of what is shared that go in one message; what is longer takes a second one.
 _SHORT: Final = 1016
@@ -31,8 +33,8 @@ class World(Protocol):
     """The ranks of a program, and those of them that this process runs."""
 
     @property
-    def size(self) -> int:
-        """How many ranks there are."""
+    def layout(self) -> Layout:
+        """The ranks, and the groups that they form."""
 
     @property
     def here(self) -> range:
@@ -42,8 +44,12 @@ class World(Protocol):
     def peers(self) -> Peers | None:
         """What is known of the other processes; None where there are none."""
 
-    def move(self, how: Meeting, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
-        """For every rank here, what it is brought.
+    def move(
+        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
+    ) -> list[torch.Tensor]:
+        """For every rank that has sent, what it is brought in its group of this name, of W ranks.
+
+        Those of a group are here together or one in each process, and send all or none.
 
         "all_gather": [W, ...] of what rank r sent.  "all_to_all": [W, ...] of the part for it, number `rank` of the
         first axis, of what rank r sent.  "all_reduce": the sum, in rank order, accumulated wide and rounded once.
@@ -56,43 +62,56 @@ class World(Protocol):
 
 @frozen
 class InProcess:
-    """All of `size` ranks in this process and on one device; they run one after the other, launch by launch."""
+    """All ranks in this process and on one device; they run one after the other, launch by launch."""
 
-    size: int = field(default=1, validator=integer(1))
+    layout: Layout = field(default=Layout(), converter=layout_of)
 
     @property
     def here(self) -> range:
         """All of them."""
-        return range(self.size)
+        return range(self.layout.size)
 
     @property
     def peers(self) -> None:
         """There are none."""
 
-    def move(self, how: Meeting, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
+    def move(
+        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
+    ) -> list[torch.Tensor]:
         """See `World.move`."""
-        dtype = sent[0].dtype
-        if how == "all_reduce":
-            total = sent[0].to(wide(dtype), copy=True, memory_format=torch.contiguous_format)
-            for other in sent[1:]:
-                total.add_(other)
-            total = total.to(dtype)
-            return [total, *(total.clone() for _ in sent[1:])]
-        bits = [tensor.view(_INTEGERS[dtype.itemsize]) for tensor in sent]
-        if how == "all_gather":
-            return [torch.stack(bits).view(dtype) for _ in bits]
-        if how == "all_to_all":
-            return [torch.stack([one[rank] for one in bits]).view(dtype) for rank in range(self.size)]
-        assert_never(how)
+        size = self.layout.group(group).size
+        each = (_together(how, sent[first : first + size]) for first in range(0, len(sent), size))
+        return [moved for group_of in each for moved in group_of]
 
     def share(self, value: Any) -> list[Any]:
         """See `World.share`; all say the same."""
-        return [value] * self.size
+        return [value] * self.layout.size
+
+
+def _together(how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What the ranks of one group are brought."""
+    dtype = sent[0].dtype
+    if how == "all_reduce":
+        total = sent[0].to(wide(dtype), copy=True, memory_format=torch.contiguous_format)
+        for other in sent[1:]:
+            total.add_(other)
+        total = total.to(dtype)
+        return [total, *(total.clone() for _ in sent[1:])]
+    bits = [tensor.view(_INTEGERS[dtype.itemsize]) for tensor in sent]
+    if how == "all_gather":
+        return [torch.stack(bits).view(dtype) for _ in bits]
+    if how == "all_to_all":
+        return [torch.stack([one[rank] for one in bits]).view(dtype) for rank in range(len(bits))]
+    assert_never(how)
 
 
 @frozen(eq=False)
 class Processes:
-    """One rank of a group of processes.
+    """One rank of a group of processes, which form the groups of a layout.
+
+    A group of the layout that is smaller is made when this is, in one order on all ranks; one of a single rank moves
+    nothing.  Raises `InputError` for what is no group or one of others, and for a layout of another size, before any
+    group is made.
 
     On a device a collective is issued on the stream that is current.  The group's own stream waits for that one and
     is waited for by it before it goes on, and the group keeps operands and results for it: so to a program a
@@ -105,6 +124,8 @@ class Processes:
     """
 
     group: Any = field()
+    layout: Layout = field(converter=layout_of, alias="ranks")
+    _of: Mapping[str, Any] = field(init=False, repr=False)  # the group of each name; None for this rank alone
     peers: Peers = field(init=False, repr=False)
     _beside: list[Any] = field(factory=list, init=False)  # the group of hosts, once there is one
 
@@ -120,12 +141,27 @@ class Processes:
             raise InputError("group: this process must be a rank of it: got one of others")
 
     def __attrs_post_init__(self) -> None:
+        if self.layout.size != dist.get_world_size(self.group):
+            size = dist.get_world_size(self.group)
+            raise InputError(f"ranks: must be the size of the group, {size}: got {self.layout.size}, {self.layout}")
         object.__setattr__(self, "peers", Peers.of(self.group))
+        made: dict[tuple[int, ...], Any] = {}
+        for name in ("ep", "tp", "dcp"):
+            members = self.layout.members(name, self.here.start)
+            if members not in made:
+                made[members] = self._made(members)
+        of = {name: made[self.layout.members(name, self.here.start)] for name in ("ep", "tp", "dcp")}
+        object.__setattr__(self, "_of", of)
 
-    @property
-    def size(self) -> int:
-        """Processes of the group."""
-        return dist.get_world_size(self.group)
+    def _made(self, members: tuple[int, ...]) -> Any:
+        """The group of these ranks, all of which come here for their groups in one order."""
+        if len(members) == 1:
+            return None
+        if len(members) == self.layout.size:
+            return self.group
+        ranks = [dist.get_global_rank(self.group, rank) for rank in members]
+        kind, limit = dist.get_backend(self.group), timedelta(seconds=self.peers.board.timeout)
+        return dist.new_group(ranks, backend=kind, timeout=limit, use_local_synchronization=True)
 
     @property
     def here(self) -> range:
@@ -133,21 +169,26 @@ class Processes:
         rank = dist.get_rank(self.group)
         return range(rank, rank + 1)
 
-    def move(self, how: Meeting, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
+    def move(
+        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
+    ) -> list[torch.Tensor]:
         """See `World.move`; the sum is the transport's."""
-        (mine,) = sent
+        (mine,), among = sent, self._of[group]
+        if among is None:
+            return _together(how, sent)
         if how == "all_reduce":
             total = mine if spent else mine.clone(memory_format=torch.contiguous_format)
             if total.numel():
-                self._meet(dist.all_reduce(total, group=self.group, async_op=True), mine)
+                self._meet(dist.all_reduce(total, group=among, async_op=True), mine)
             return [total]
-        found = mine.new_empty((self.size, *mine.shape) if how == "all_gather" else mine.shape)
+        size = self.layout.group(group).size
+        found = mine.new_empty((size, *mine.shape) if how == "all_gather" else mine.shape)
         if mine.numel():
             parts = (self._bytes(found), self._bytes(mine))
             if how == "all_gather":
-                self._meet(dist.all_gather_single(*parts, group=self.group, async_op=True), mine)
+                self._meet(dist.all_gather_single(*parts, group=among, async_op=True), mine)
             else:
-                self._meet(dist.all_to_all_single(*parts, group=self.group, async_op=True), mine)
+                self._meet(dist.all_to_all_single(*parts, group=among, async_op=True), mine)
         return [found]
 
     def _meet(self, work: Any, sent: torch.Tensor) -> None:
@@ -170,7 +211,7 @@ class Processes:
         """How many bytes each rank has, and the first `size` of them, in one message each."""
         head = len(data).to_bytes(8, "little") + data[:size]
         mine = torch.frombuffer(bytearray(head.ljust(8 + size, b"\0")), dtype=torch.uint8)
-        every = mine.new_empty((self.size, len(mine)))
+        every = mine.new_empty((self.layout.size, len(mine)))
         work = dist.all_gather_single(every.view(-1), mine, group=self._host(), async_op=True)
         self.peers.meet(work, "share")
         told = [bytes(row.numpy()) for row in every]

@@ -27,6 +27,7 @@ from mla_fx.feed_forward import mlp as mlp
 from mla_fx.feed_forward import moe as moe
 from mla_fx.feed_forward import permute_tokens as permute_tokens
 from mla_fx.feed_forward import unpermute_tokens as unpermute_tokens
+from mla_fx.layout import Layout as Layout
 from mla_fx.parameters import AttentionParams as AttentionParams
 from mla_fx.parameters import Cache as Cache
 from mla_fx.parameters import LayerParams as LayerParams

@@ -23,6 +23,7 @@ from mla_fx.effects import Aval, Group, InputError, Step, Value, on_host, ops, p
 from mla_fx.effects.aval import FLOATS
 from mla_fx.effects.validate import boolean, integer, one_of, word
 from mla_fx.exchange import all_reduce, all_to_all, combine, gather_heads
+from mla_fx.layout import Layout, layout_of
 from mla_fx.parameters import AttentionParams, Cache, QueryLora, QueryPlain
 from mla_fx.passes import expand_current, project_before_merge, replicate_query
 from mla_fx.projections import absorb_query, join_tokens, linear, rms_norm, rope, rope_angles, split_tokens, v_up
@@ -42,15 +43,16 @@ Caches = TypeVar("Caches")
 class StepShape:
     """The sizes a program is built for; lengths, slots and tables are inputs and may change at every step.
 
-    `ranks` W, `tokens` T and `requests` B with padding, `blocks` C of `block_size` S in a rank's cache,
-    `table_width` M, activation `dtype`; `replicate_query`, `project_before_merge` and, beside this one,
-    `expand_current`: the passes of these names (`mla_fx.passes`); `round_angles`: rotary angles in `dtype` instead of
-    float32, for operators that want them so (`ops.RopeAngles`); `quantization` "w8a8": projections take 8-bit weights,
-    all but the absorbed ones, the gate, embedding and head; `split`: the scope that runs in two micro-batches
-    (`SPLITS`), each with a batch of its own; `workspace`: the scratch of the attention operators, by name.
+    `ranks` W, or a `Layout` of them, which is the attribute `layout`; `tokens` T and `requests` B of a replica with
+    padding, `blocks` C of `block_size` S in a rank's cache, `table_width` M, activation `dtype`; `replicate_query`,
+    `project_before_merge` and, beside this one, `expand_current`: the passes of these names (`mla_fx.passes`);
+    `round_angles`: rotary angles in `dtype` instead of float32, for operators that want them so (`ops.RopeAngles`);
+    `quantization` "w8a8": projections take 8-bit weights, all but the absorbed ones, the gate, embedding and head;
+    `split`: the scope that runs in two micro-batches (`SPLITS`), each with a batch of its own; `workspace`: the scratch
+    of the attention operators, by name.
     """
 
-    ranks: int = field(default=1, validator=integer(1))
+    layout: Layout = field(default=Layout(), converter=layout_of, alias="ranks")
     tokens: int = field(default=1, validator=integer(0))
     requests: int = field(default=1, validator=integer(1))
     blocks: int = field(default=16, validator=integer(1))
@@ -72,19 +74,24 @@ class StepShape:
             raise InputError("expand_current: must go with project_before_merge=True: got True without it")
 
     @property
+    def ranks(self) -> int:
+        """All ranks of the layout."""
+        return self.layout.size
+
+    @property
     def tp(self) -> Group:
         """Tensor parallelism: who shares heads, columns and rows of the vocabulary."""
-        return Group("tp", self.ranks)
+        return self.layout.group("tp")
 
     @property
     def dcp(self) -> Group:
         """Decode context parallelism: who shares the sequence."""
-        return Group("dcp", self.ranks)
+        return self.layout.group("dcp")
 
     @property
     def ep(self) -> Group:
         """Expert parallelism: who shares the routed experts."""
-        return Group("ep", self.ranks)
+        return self.layout.group("ep")
 
     @property
     def form(self) -> Form:
@@ -238,7 +245,7 @@ def attention_avals(config: MlaConfig, shape: StepShape) -> AttentionParams[Aval
 
 def weight_avals(weights: Any, shape: StepShape) -> Any:
     """The pytree `weights` of `Weight` with the shape of a rank's leaf for each."""
-    return avals(weights, shares(0, shape.ranks), dtype=shape.dtype, quantization=shape.quantization)
+    return avals(weights, shares(0, shape.layout), dtype=shape.dtype, quantization=shape.quantization)
 
 
 def cache_avals(config: MlaConfig, shape: StepShape) -> Cache[Aval]:
@@ -272,7 +279,11 @@ def plan_step(
     query: Sequence[int],
     block_table: torch.Tensor | Sequence[Sequence[int]],
 ) -> list[Planned] | list[tuple[Planned, ...]]:
-    """The batches of all ranks as a step of this shape takes them: `plan_batch`, or `plan_parts` where it is split."""
+    """The batches of a context group, rank after rank, as a step of this shape takes them.
+
+    They are those of `plan_batch`, or of `plan_parts` where the step is split.  A rank takes that of its replica's
+    requests with its number in the group, `layout.index("dcp", rank)`.
+    """
     sizes = {"blocks": shape.blocks, "requests": shape.requests, "table_width": shape.table_width}
     given: dict[str, Any] = {"history": history, "query": query, "block_table": block_table, **sizes}
     if shape.split is None:
@@ -282,6 +293,6 @@ def plan_step(
 
 def step_title(name: str, config: MlaConfig, shape: StepShape) -> str:
     """The first line of a listing: a name and the sizes."""
-    heads = config.num_attention_heads
-    sizes = f"T={shape.tokens} B={shape.requests} H={heads} N={heads // shape.ranks} W={shape.ranks}"
-    return f"{name}  {sizes} {shape.dtype}"
+    heads, layout = config.num_attention_heads, shape.layout
+    sizes = f"T={shape.tokens} B={shape.requests} H={heads} N={heads // layout.tp} W={layout.dcp}"
+    return f"{name}  {sizes} {shape.dtype}" + ("" if layout == layout_of(layout.size) else f"  {layout}")

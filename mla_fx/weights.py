@@ -28,17 +28,22 @@ from attrs import evolve, frozen
 from mla_fx.config import MlaConfig, MoeConfig
 from mla_fx.effects import Aval, Group, InputError
 from mla_fx.effects.aval import wide_dtype
+from mla_fx.layout import Layout, layout_of
 from mla_fx.parameters import AttentionParams, MlpParams, MoeParams, Quantized, QueryLora, QueryPlain
 
-#: The name of a group of ranks that shares something out: "tp" heads, columns and rows of the vocabulary, "ep" experts.
-By = Literal["tp", "ep"]
+#: Who shares something out: the ranks of "tp" heads, columns and rows of the vocabulary, those of "ep" experts; what
+#: every rank has for the heads of its whole context group, the context groups of a replica share out ("contexts").
+By = Literal["tp", "contexts", "ep"]
 #: What a weight is: "projection" and "absorbed" are 8-bit in a checkpoint that is; "projection" also in a step that is.
 #: A "bias" is float32 beside every dtype (float64 beside float64).
 Kind = Literal["projection", "absorbed", "matrix", "embedding", "norm", "bias"]
 
 
 class Form(TypedDict, total=False):
-    """What of an attention a rank has for the heads of all ranks, by the pass that wants it so (`mla_fx.passes`)."""
+    """What of an attention a rank has for all heads of its context group, by the pass that wants it so.
+
+    See `mla_fx.passes`.
+    """
 
     replicate_query: bool
     project_before_merge: bool
@@ -63,27 +68,30 @@ class Share:
 Shares = Mapping[By, Share]
 
 
-def shares(rank: int, ranks: int) -> Shares:
-    """The same ranks share out everything."""
-    return {"tp": Share(rank, Group("tp", ranks)), "ep": Share(rank, Group("ep", ranks))}
+def shares(rank: int, ranks: int | Layout) -> Shares:
+    """What `rank` has in a layout, or among so many ranks that share out everything."""
+    layout = layout_of(ranks)
+    found: dict[By, Share] = {name: Share(layout.index(name, rank), layout.group(name)) for name in ("tp", "ep")}
+    context = layout.index("tp", rank) // layout.dcp
+    return {**found, "contexts": Share(context, Group("contexts", layout.tp // layout.dcp))}
 
 
 @frozen
 class Cut:
     """How ranks share a tensor out: `units` equal parts of its rows, of its columns, or an expert each.
 
-    The ranks of `group` have a share of the units each, all of them where it is None.  `exact` names the field of the
+    The ranks of `group` have a share of the units each.  `exact` names the field of the
     configuration that must be a multiple of the ranks; without it shares are padded.
     """
 
     along: Literal["rows", "columns", "experts"]
     units: int
-    group: By | None = "tp"
+    group: By = "tp"
     exact: str | None = None
 
     def share(self, of: Shares) -> Share:
         """The rank's share of the units; raises `InputError` where it must be exact and is not."""
-        share = of[self.group] if self.group else Share(0, Group("all", 1))
+        share = of[self.group]
         if self.exact and self.units % share.group.size:
             raise InputError(f"{self.exact}: must be a multiple of the ranks, {share.group.size}: got {self.units}")
         return share
@@ -177,12 +185,12 @@ class Weight:
 
 
 def attention_weights(config: MlaConfig, prefix: str = "", **form: Unpack[Form]) -> AttentionParams[Weight]:
-    """The attention of a layer; with `replicate_query` every rank projects all heads' queries, with
-    `project_before_merge` their values.
+    """The attention of a layer; with `replicate_query` every rank projects the queries of all heads of its context
+    group, with `project_before_merge` their values.
     """
     c, heads = config, config.num_attention_heads
     own = Cut("rows", heads, exact="num_attention_heads")
-    everyone = Cut("rows", heads, None)
+    everyone = Cut("rows", heads, "contexts")
     asked, merged = (everyone if form.get(name) else own for name in ("replicate_query", "project_before_merge"))
 
     def weight(name: str, *shape: int, **how: Any) -> Weight:
@@ -279,7 +287,7 @@ def random_attention(
 
 
 def shard_attention(
-    full: Mapping[str, torch.Tensor], config: MlaConfig, *, rank: int, ranks: int, **form: Unpack[Form]
+    full: Mapping[str, torch.Tensor], config: MlaConfig, *, rank: int, ranks: int | Layout, **form: Unpack[Form]
 ) -> AttentionParams[torch.Tensor]:
     """One rank's parameters, copied from the weights of all heads as `random_attention` gives them.
 

@@ -20,6 +20,7 @@ from mla_fx.decode import QUANTIZATIONS
 from mla_fx.dtypes import DTYPES, wide
 from mla_fx.effects import InputError
 from mla_fx.effects.aval import FLOATS
+from mla_fx.layout import Layout, layout_of
 from mla_fx.models.checkpoint import Checkpoint, CheckpointError
 from mla_fx.models.formats import Channels, Stored
 from mla_fx.models.parameters import ModelParams, MtpParams
@@ -37,7 +38,7 @@ Leaf = Tensor | Quantized[Tensor]
 
 @define(kw_only=True)
 class Loader:
-    """Reads one rank's part of a checkpoint in `dtype`.
+    """Reads one rank's part of a checkpoint in `dtype`; `ranks` says how many there are, or their `Layout`.
 
     `quantization` "w8a8": projections are stored in int8, and kept as they are where the checkpoint has them so.
     `progress` shows a bar over the tensors read.  Raises `InputError` for ranks that do not divide the heads.
@@ -45,7 +46,7 @@ class Loader:
 
     checkpoint: Checkpoint
     rank: int
-    ranks: int
+    layout: Layout = field(converter=layout_of, alias="ranks")
     dtype: torch.dtype
     replicate_query: bool = False
     project_before_merge: bool = False
@@ -55,10 +56,10 @@ class Loader:
 
     def __attrs_post_init__(self) -> None:
         heads = self.checkpoint.config.attention.num_attention_heads
-        if self.ranks < 1 or heads % self.ranks:
-            raise InputError(f"ranks: must divide num_attention_heads, {heads}: got {self.ranks}")
-        if not 0 <= self.rank < self.ranks:
-            raise InputError(f"rank: must be in 0..{self.ranks - 1}: got {self.rank}")
+        if heads % self.layout.tp:
+            raise InputError(f"ranks: must divide num_attention_heads, {heads}: got {self.layout.tp}")
+        if not 0 <= self.rank < self.layout.size:
+            raise InputError(f"rank: must be in 0..{self.layout.size - 1}: got {self.rank}")
         if self.dtype not in (kinds := [DTYPES[name] for name in FLOATS]):
             raise InputError(f"dtype: must be one of {', '.join(map(str, kinds))}: got {self.dtype}")
         if self.quantization not in (None, *QUANTIZATIONS):
@@ -125,13 +126,13 @@ class Loader:
 
     def _tensors(self, weight: Weight) -> list[tuple[str, list[Place]]]:
         """What a leaf takes of each tensor of the checkpoint."""
-        places = weight.places(shares(self.rank, self.ranks))
+        places = weight.places(shares(self.rank, self.layout))
         return [(name, list(each)) for name, each in itertools.groupby(places, lambda place: place.name)]
 
     def _leaf(self, weight: Weight) -> Leaf:
         small = weight.kind == "projection" and self.quantization is not None
         dtype = wide(self.dtype) if weight.kind == "bias" else self.dtype
-        shape = weight.local(shares(self.rank, self.ranks))
+        shape = weight.local(shares(self.rank, self.layout))
         whole = torch.zeros(shape, dtype=torch.int8 if small else dtype)
         leaf: Leaf = Quantized(whole, torch.zeros(shape[:-1], dtype=wide(self.dtype))) if small else whole
         tensors = self._tensors(weight)

@@ -19,6 +19,7 @@ from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, schedule
 from mla_fx.effects.orchestration import orchestration
 from mla_fx.effects.schedule import Mode
+from mla_fx.layout import Layout
 from mla_fx.models.checkpoint import Checkpoint
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
@@ -32,8 +33,8 @@ class Interpreter(Protocol):
     """What runs programs; `mla_fx.backends.get` gives one."""
 
     @property
-    def ranks(self) -> int:
-        """Ranks of a program."""
+    def layout(self) -> Layout:
+        """How the ranks of a program are laid out."""
 
     @property
     def here(self) -> range:
@@ -95,7 +96,9 @@ class Runner:
 
     def __attrs_post_init__(self) -> None:
         _agree(self.backend, self.shape)
-        self.sharding = Sharding(ranks=self.shape.ranks, interleave=self.interleave, block_size=self.shape.block_size)
+        self.sharding = Sharding(
+            ranks=self.shape.layout.dcp, interleave=self.interleave, block_size=self.shape.block_size
+        )
         self.params = self.backend.prepare(model_step(self.config, self.shape), self.params)
         if self.mtp is not None:
             self.mtp = self.backend.prepare(mtp_step(self.config, self.shape, given=1, rows=1), self.mtp)
@@ -117,7 +120,7 @@ class Runner:
             loader = Loader(
                 checkpoint=checkpoint,
                 rank=rank,
-                ranks=shape.ranks,
+                ranks=shape.layout,
                 dtype=DTYPES[shape.dtype],
                 **shape.form,
                 quantization=shape.quantization,
@@ -133,7 +136,7 @@ class Runner:
     @property
     def replicas(self) -> int:
         """How many data-parallel replicas a step is of: each has caches of its own, and pieces of its own."""
-        return 1
+        return self.shape.layout.dp
 
     def forward(
         self, pieces: Sequence[Sequence[Piece]], rows: Sequence[Sequence[int]], *, filling: bool
@@ -197,10 +200,7 @@ class Runner:
     @property
     def _firsts(self) -> range:
         """The first rank of each replica."""
-        return range(0, self.backend.ranks, self.backend.ranks // self.replicas)
-
-    def _replica(self, rank: int) -> int:
-        return rank // (self.backend.ranks // self.replicas)
+        return range(0, self.shape.layout.size, self.shape.layout.tp)
 
     def _batches(
         self, pieces: Sequence[Sequence[Piece]], filling: bool, *, least: int
@@ -226,7 +226,9 @@ class Runner:
             )
             for mine in pieces
         ]
-        return tokens, shape, [batches[self._replica(rank)][rank] for rank in self.backend.here]
+        layout = shape.layout
+        own = [batches[layout.replica(rank)][layout.index("dcp", rank)] for rank in self.backend.here]
+        return tokens, shape, own
 
     def _known(self, tokens: Sequence[torch.Tensor], least: int) -> None:
         """Tokens that have an embedding; `least` is -1 where none is one, too."""
@@ -239,10 +241,10 @@ class Runner:
     def _expands(self, pieces: Sequence[Piece]) -> bool:
         """Whether `expand_current` saves multiply-adds, and the parameters are in the form that it wants.
 
-        They are, on a rank alone, in any form: its own heads are all heads.
+        They are, on a context group of one, in any form: its own heads are all heads of the group.
         """
         plain = not self.shape.project_before_merge
-        if not self.expand or (plain and self.shape.ranks > 1):
+        if not self.expand or (plain and self.shape.layout.dcp > 1):
             return False
         return expanding_saves(self.config.attention, [len(piece.tokens) for piece in pieces], plain=plain) > 0
 
@@ -270,7 +272,7 @@ class Runner:
 
     def _here(self, of_replicas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What each rank here takes of what there is for each replica."""
-        return [of_replicas[self._replica(rank)] for rank in self.backend.here]
+        return [of_replicas[self.shape.layout.replica(rank)] for rank in self.backend.here]
 
     def _first(self, logits: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]) -> list[torch.Tensor | None]:
         """Of each replica, from the logits of every rank here."""
@@ -285,8 +287,8 @@ def _integers(of_replicas: Sequence[Sequence[int]], least: int = 1) -> list[torc
 
 
 def _agree(backend: Interpreter, shape: StepShape) -> None:
-    if backend.ranks != shape.ranks:
-        raise InputError(f"ranks: must be those of the backend, {backend.ranks}: got {shape.ranks} in the shape")
+    if backend.layout != shape.layout:
+        raise InputError(f"ranks: must be those of the backend, {backend.layout}: got {shape.layout} in the shape")
 
 
 def round_up(count: int) -> int:

@@ -6,11 +6,12 @@ The layout is dealt out position by position, not with the code under test.
 import random
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from mla_fx import Sharding, StepShape, plan_batch
 from mla_fx.batch import Planned
 from mla_fx.dtypes import DTYPES
+from mla_fx.layout import Layout, layout_of
 from mla_fx.parameters import Cache
 from tests.oracles import owner_by_walking
 
@@ -21,7 +22,7 @@ class Case:
 
     history: tuple[int, ...]
     query: tuple[int, ...]
-    ranks: int = 2
+    layout: Layout = field(default=2, converter=layout_of, alias="ranks")  # of one replica
     interleave: int = 1
     block_size: int = 4
     heads: int = 2  # of one rank
@@ -33,16 +34,21 @@ class Case:
     seed: int = 0
 
     @property
+    def ranks(self) -> int:
+        return self.layout.size
+
+    @property
     def sharding(self) -> Sharding:
-        return Sharding(ranks=self.ranks, interleave=self.interleave, block_size=self.block_size)
+        return Sharding(ranks=self.layout.dcp, interleave=self.interleave, block_size=self.block_size)
 
     @property
     def shape(self) -> StepShape:
         need = [
-            max(-(-(h + q) // (self.block_size * self.ranks)), 1) for h, q in zip(self.history, self.query, strict=True)
+            max(-(-(h + q) // (self.block_size * self.layout.dcp)), 1)
+            for h, q in zip(self.history, self.query, strict=True)
         ]
         return StepShape(
-            ranks=self.ranks,
+            ranks=self.layout,
             tokens=sum(self.query) + self.padding,
             requests=len(self.query) + self.padding,
             blocks=sum(need) + 2,
@@ -93,11 +99,11 @@ def fill(case: Case) -> Sequences:
             torch.full((shape.blocks, case.block_size, case.latent), torch.nan, dtype=dtype),
             torch.full((shape.blocks, case.block_size, case.rope), torch.nan, dtype=dtype),
         )
-        for _ in range(case.ranks)
+        for _ in range(case.layout.dcp)
     ]
     for b, seen in enumerate(case.history):
-        used = [0] * case.ranks
-        for p, owner in enumerate(owner_by_walking(seen, case.ranks, case.interleave)):
+        used = [0] * case.layout.dcp
+        for p, owner in enumerate(owner_by_walking(seen, case.layout.dcp, case.interleave)):
             block, row = tables[b][used[owner] // case.block_size], used[owner] % case.block_size
             caches[owner].latent[block, row] = latents[b][p]
             caches[owner].rope[block, row] = ropes[b][p]
@@ -115,7 +121,9 @@ def fill(case: Case) -> Sequences:
     queries = [
         (case.sharpness * randn(shape.tokens, heads, size).double()).to(dtype) for size in (case.latent, case.rope)
     ]
-    return Sequences(case, *queries, latents, ropes, caches, batches)
+    copies = case.layout.tp // case.layout.dcp  # one context group beside the other
+    caches = [Cache(*(part.clone() for part in cache)) for _ in range(copies) for cache in caches]
+    return Sequences(case, *queries, latents, ropes, caches, batches * copies)
 
 
 def _tables(case: Case, totals: list[int]) -> list[list[int]]:
@@ -124,6 +132,6 @@ def _tables(case: Case, totals: list[int]) -> list[list[int]]:
     random.Random(case.seed).shuffle(ids)
     tables = []
     for total in totals:
-        need = -(-total // (case.block_size * case.ranks))
+        need = -(-total // (case.block_size * case.layout.dcp))
         tables.append([ids.pop() for _ in range(need)] + [2147480000] * (case.shape.table_width - need))
     return tables

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch.utils import _pytree as pytree
 
 from mla_fx import MlaConfig, MoeConfig, Sharding, StepShape, Yarn, attention_step
@@ -14,6 +14,7 @@ from mla_fx.backends import Backend, Executable
 from mla_fx.decode import plan_step
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Program, Step
+from mla_fx.layout import Layout, layout_of
 from mla_fx.models import Checkpoint, Loader, ModelConfig, model_step, write_checkpoint
 from mla_fx.models.quantize import quantize_int8
 from mla_fx.parameters import Cache, Quantized
@@ -67,9 +68,9 @@ def checkpoint(config: ModelConfig, seed: int = 0) -> Checkpoint:
 
 @frozen
 class Setup:
-    """`layers` None: the attention of one layer; a number: a whole model."""
+    """`layers` None: the attention of one layer; a number: a whole model.  Each replica has requests of its own."""
 
-    ranks: int = 2
+    layout: Layout = field(default=2, converter=layout_of, alias="ranks")
     layers: int | None = None
     dtype: str = "fp32"
     requests: int = 2
@@ -86,9 +87,13 @@ class Setup:
     config: MlaConfig = CONFIG
 
     @property
+    def ranks(self) -> int:
+        return self.layout.size
+
+    @property
     def shape(self) -> StepShape:
         return StepShape(
-            ranks=self.ranks,
+            ranks=self.layout,
             tokens=self.tokens,
             requests=self.requests,
             blocks=self.requests * self.table_width,
@@ -118,15 +123,15 @@ class Setup:
             return Loader(
                 checkpoint=checkpoint(model_config(self.layers, self.config), seed),
                 rank=rank,
-                ranks=self.ranks,
+                ranks=self.layout,
                 dtype=DTYPES[self.dtype],
                 quantization=self.quantization,
                 **self.shape.form,
             ).model()
         full = random_attention(self.config, generator=torch.Generator().manual_seed(seed))
-        own = shard_attention(full, self.config, rank=rank, ranks=self.ranks, **self.shape.form)
+        own = shard_attention(full, self.config, rank=rank, ranks=self.layout, **self.shape.form)
         weights = attention_weights(self.config, **self.shape.form)
-        wanted = avals(weights, shares(rank, self.ranks), dtype=self.dtype, quantization=self.quantization)
+        wanted = avals(weights, shares(rank, self.layout), dtype=self.dtype, quantization=self.quantization)
 
         def as_wanted(aval: Any, leaf: torch.Tensor) -> Any:
             return quantize_int8(leaf) if isinstance(aval, Quantized) else leaf.to(DTYPES[self.dtype])
@@ -134,7 +139,7 @@ class Setup:
         return pytree.tree_map(as_wanted, wanted, own, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
     def caches(self, seed: int = 1) -> list[Any]:
-        """Per rank, filled with noise: there is a history wherever a length says so."""
+        """Per rank, filled with noise: there is a history wherever a length says so; the same in context groups."""
         generator = torch.Generator().manual_seed(seed)
 
         def cache() -> Cache[torch.Tensor]:
@@ -142,24 +147,40 @@ class Setup:
             sizes = (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
             return Cache(*(torch.randn(*rows, size, generator=generator).to(DTYPES[self.dtype]) for size in sizes))
 
-        return [cache() if self.layers is None else [cache() for _ in range(self.layers)] for _ in range(self.ranks)]
+        def caches() -> Any:
+            return cache() if self.layers is None else [cache() for _ in range(self.layers)]
+
+        layout = self.layout
+        drawn = [[caches() for _ in range(layout.dcp)] for _ in range(layout.dp)]
+        own = [drawn[layout.replica(rank)][layout.index("dcp", rank)] for rank in range(self.ranks)]
+        return [torch.utils._pytree.tree_map(torch.clone, one) for one in own]
 
     def hidden(self, seed: int = 2) -> list[torch.Tensor]:
-        """What goes through the layers: hidden states, or the tokens of a model."""
-        if self.layers is not None:
-            return [torch.randint(19, (self.tokens,), generator=torch.Generator().manual_seed(seed))] * self.ranks
-        x = torch.randn(self.tokens, self.config.hidden_size, generator=torch.Generator().manual_seed(seed))
-        return [x.to(DTYPES[self.dtype])] * self.ranks
+        """What goes through the layers: hidden states, or the tokens of a model; of each replica its own."""
+
+        def drawn(replica: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(seed + 100 * replica)
+            if self.layers is not None:
+                return torch.randint(19, (self.tokens,), generator=generator)
+            return torch.randn(self.tokens, self.config.hidden_size, generator=generator).to(DTYPES[self.dtype])
+
+        of_replicas = [drawn(replica) for replica in range(self.layout.dp)]
+        return [of_replicas[self.layout.replica(rank)] for rank in range(self.ranks)]
 
     def batches(self, history: tuple[int, ...] = (9, 5), query: tuple[int, ...] = (1, 2)) -> list[Any]:
-        width = self.table_width
-        return plan_step(
-            Sharding(ranks=self.ranks, interleave=self.interleave, block_size=self.block_size),
-            self.shape,
-            history=history,
-            query=query,
-            block_table=[list(range(b * width, (b + 1) * width)) for b in range(len(query))],
-        )
+        """Per rank; replica d has d tokens more of history in each request."""
+        width, layout = self.table_width, self.layout
+        of_replicas = [
+            plan_step(
+                Sharding(ranks=layout.dcp, interleave=self.interleave, block_size=self.block_size),
+                self.shape,
+                history=[length + replica for length in history],
+                query=query,
+                block_table=[list(range(b * width, (b + 1) * width)) for b in range(len(query))],
+            )
+            for replica in range(layout.dp)
+        ]
+        return [of_replicas[layout.replica(rank)][layout.index("dcp", rank)] for rank in range(self.ranks)]
 
     def arguments(self) -> tuple[Any, ...]:
         """What a run takes; the parameters it is compiled with."""

@@ -13,7 +13,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mla_fx import all_to_all, backends, combine, current_attention, gather_heads, history_attention, orchestrations
+from mla_fx import (
+    Layout,
+    all_to_all,
+    backends,
+    combine,
+    current_attention,
+    gather_heads,
+    history_attention,
+    orchestrations,
+)
 from mla_fx.decode import batch_avals
 from mla_fx.effects import Aval, Program, Step, ops, schedule, trace
 from mla_fx.parameters import Cache
@@ -91,10 +100,10 @@ def verify(case: Case, orchestration: str, seed: int | None = None) -> None:
     program = schedule(merge_step(case), orchestrations.NAMED[orchestration])
     exact = whole(data, dense_causal, torch.float64)
 
-    reference = merged(backends.get("reference", ranks=case.ranks, adversary=seed), program, data)
+    reference = merged(backends.get("reference", ranks=case.layout, adversary=seed), program, data)
     torch.testing.assert_close(reference, exact, rtol=1e-12, atol=1e-12)
 
-    hold(merged(backends.get("cpu", ranks=case.ranks, adversary=seed), program, data), data, exact)
+    hold(merged(backends.get("cpu", ranks=case.layout, adversary=seed), program, data), data, exact)
 
 
 def hold(result: torch.Tensor, data: Sequences, exact: torch.Tensor) -> None:
@@ -115,6 +124,9 @@ def hold(result: torch.Tensor, data: Sequences, exact: torch.Tensor) -> None:
     assert torch.equal(padding, torch.zeros_like(padding))
 
 
+#: Context groups inside a replica, each with the whole cache.
+CONTEXTS = (Layout(tp=4, dcp=2), Layout(tp=4, dcp=1), Layout(tp=8, dcp=4), Layout(tp=8, dcp=2))
+
 lengths = st.one_of(
     st.just(0), st.integers(1, 9), st.sampled_from([127, 128, 129, 255, 256, 257]), st.integers(10, 400)
 )
@@ -127,7 +139,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         history=tuple(draw(lengths) for _ in range(requests)),
         query=tuple(draw(st.integers(0, 8)) for _ in range(requests)),
-        ranks=draw(st.sampled_from([1, 2, 4, 8])),
+        ranks=draw(st.sampled_from([1, 2, 4, 8, *CONTEXTS])),
         interleave=interleave,
         block_size=interleave * draw(st.integers(1, 3)) if interleave < 128 else 128,
         heads=draw(st.sampled_from([1, 2, 3, 16])),
@@ -154,7 +166,7 @@ def test_any_of_many_splits_is_the_whole(case, orchestration, seed):
 @pytest.mark.parametrize("orchestration", ANYWHERE)
 @pytest.mark.parametrize(
     ("total", "new", "ranks", "interleave"),
-    [(9, 2, 2, 4), (5, 1, 4, 4), (130, 4, 2, 128), (17, 3, 8, 1), (3, 3, 4, 1)],
+    [(9, 2, 2, 4), (5, 1, 4, 4), (130, 4, 2, 128), (17, 3, 8, 1), (3, 3, 4, 1), (17, 3, Layout(tp=4, dcp=2), 1)],
 )
 def test_splits_of_the_contract(total, new, ranks, interleave, orchestration):
     """The minimal oracle of the written contract for this split: total, new, ranks, interleave."""

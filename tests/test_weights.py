@@ -24,7 +24,9 @@ MOE = MoeConfig(n_routed_experts=10, num_experts_per_tok=2, moe_intermediate_siz
 
 
 def of(tp: tuple[int, int], ep: tuple[int, int]) -> Shares:
-    return {name: Share(rank, Group(name, size)) for name, (rank, size) in {"tp": tp, "ep": ep}.items()}
+    return {
+        name: Share(rank, Group(name, size)) for name, (rank, size) in {"tp": tp, "contexts": (0, 1), "ep": ep}.items()
+    }
 
 
 def test_experts_go_by_their_group_and_columns_by_theirs():

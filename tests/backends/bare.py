@@ -75,5 +75,6 @@ def ask(
         return [rule(*operands, run=Run(ranks - 1, device), **fields(op))]
     assert op.communicates
     runs = [Run(rank, device) for rank in range(ranks)]
-    moved = InProcess(ranks).move(op.communicates, [rule.send(*operands, run=run, **fields(op)) for run in runs])
+    sent = [rule.send(*operands, run=run, **fields(op)) for run in runs]
+    moved = InProcess(ranks).move(op.communicates, sent, group="tp")
     return [rule.receive(mine, *operands, run=run, **fields(op)) for mine, run in zip(moved, runs, strict=True)]

@@ -26,7 +26,7 @@ def alone(op: Op, operands: tuple[torch.Tensor, ...]) -> Step:
 
 def decode(member: Member, *, name: str, setup: Setup) -> list[torch.Tensor]:
     """Output and cache of one step."""
-    backend = backends.get(name, ranks=member.ranks, group=member.join("gloo"))
+    backend = backends.get(name, ranks=setup.layout, group=member.join("gloo"))
     run = setup.compiled(backend, schedule(setup.step, orchestrations.attention_aside))
     own = backend.put([[argument[member.rank]] for argument in setup.arguments()], copy=True)
     return pytree.tree_leaves(run(*own))

@@ -103,11 +103,11 @@ def test_drops_free_as_they_are_issued():
 def test_refusals():
     with pytest.raises(MissingRuleError, match="backend cpu has no rule for square"):
         backends.get("cpu").compile(schedule(squares(1), orchestrations.serial))
-    with pytest.raises(InputError, match=r"gather_heads: is for the 2 ranks of dcp\[2\]: got a backend of 4"):
+    with pytest.raises(InputError, match=r"gather_heads: is for the 2 ranks of dcp\[2\]: got a backend of tp=4"):
         backends.get("cpu", ranks=4).compile(PROGRAM)
     with pytest.raises(InputError, match="backend: must be one of reference, cpu, ascend, cuda: got 'gpu'"):
         backends.get("gpu")
-    with pytest.raises(InputError, match="size: must be an integer of at least 1: got 0"):
+    with pytest.raises(InputError, match="ranks: must be an integer of at least 1, or a Layout: got 0"):
         backends.get("cpu", ranks=0)
     at = next(k for k, effect in enumerate(PROGRAM.effects) if isinstance(effect, Wait))
     with pytest.raises(LawError, match="missing order"):

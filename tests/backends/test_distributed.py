@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx import backends, orchestrations
+from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends.body import collective_of
 from mla_fx.effects import Group, ops, schedule
 from tests.backends import ranks as do
@@ -24,17 +24,17 @@ def processes() -> Iterator[Nursery]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("cpu", "fp32"), ("cpu", "bf16"), ("reference", "fp32")])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, Layout(tp=4, dcp=2), Layout(tp=4, dcp=1), Layout(tp=2, dp=2)], ids=str)
 def test_step(processes, ranks, name, dtype):
     """The result of all ranks in one process, up to the order of the sum; the same bits on all ranks."""
     given = Setup(ranks=ranks, dtype=dtype)
     whole = backends.get(name, ranks=ranks)
     program = schedule(given.step, orchestrations.attention_aside)
     wanted, caches = given.compiled(whole, program)(*whole.put(given.arguments(), copy=True))
-    found = processes.run(do.decode, ranks=ranks, name=name, setup=given)
+    found = processes.run(do.decode, ranks=given.ranks, name=name, setup=given)
     for rank, (out, *cache) in enumerate(found):
         torch.testing.assert_close(out, wanted[rank], rtol=0, atol=0.02 if dtype == "bf16" else 1e-6)
-        assert torch.equal(out, found[0][0])
+        assert torch.equal(out, found[given.layout.members("tp", rank)[0]][0])
         for ours, exactly in zip(cache, caches[rank], strict=True):
             assert torch.equal(ours, exactly)
 
@@ -77,7 +77,7 @@ def test_what_is_refused(processes):
         assert messages == [
             f"{what}: got None",
             f"{what}: got 'x'",
-            "ranks: must be the size of the group, 2: got 3",
+            "ranks: must be the size of the group, 2: got 3, tp=3,dcp=3,dp=1,ep=3",
             "adversary: it plays all ranks on the host: got seed 5 for 1 of 2 ranks on cpu",
             "cache: must be a sequence with one entry for each of 1 ranks: got list of 2",
         ]

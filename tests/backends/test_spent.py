@@ -6,6 +6,7 @@ import pytest
 import torch
 from attrs import field, frozen
 
+from mla_fx import Layout
 from mla_fx.backends import Backend, InProcess, cpu
 from mla_fx.effects import MAIN, Aval, Group, Orchestration, Program, bind, ops, schedule, trace
 
@@ -16,11 +17,11 @@ X = Aval((4, 8), "fp32")
 class Noting:
     """One rank, whose transport adds in place where it may, and notes whether it might."""
 
-    size: int = 1
+    layout: Layout = field(factory=Layout)
     here: range = range(1)
     asked: list[bool] = field(factory=list)
 
-    def move(self, how: str, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
+    def move(self, how: str, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False) -> list[torch.Tensor]:
         self.asked.append(spent)
         return [sent[0].mul_(2)] if spent else [sent[0] * 2]
 
@@ -75,5 +76,5 @@ def test_left_alone(how):
 def test_all_ranks_of_a_process_do_without():
     """There the sum is wide, in memory of its own."""
     sent = [torch.ones(3, dtype=torch.bfloat16) for _ in range(2)]
-    first, second = InProcess(2).move("all_reduce", sent, spent=True)
+    first, second = InProcess(2).move("all_reduce", sent, group="tp", spent=True)
     assert first.tolist() == second.tolist() == [2, 2, 2] and sent[0].tolist() == [1, 1, 1]

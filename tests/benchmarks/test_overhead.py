@@ -43,7 +43,7 @@ ANGLES = {"frequencies": frequencies(CONFIG), "magnitude": 1.0, "rounded": False
 class Nowhere(InProcess):
     """Ranks whose messages are nobody's: each is brought what it sent."""
 
-    def move(self, how: Any, sent: Sequence[Any], *, spent: bool = False) -> list[Any]:
+    def move(self, how: Any, sent: Sequence[Any], *, group: str, spent: bool = False) -> list[Any]:
         """Nothing moves."""
         return list(sent)
 
@@ -55,7 +55,7 @@ def by_hand(params: Any, caches: Any, hidden: Any, batches: Any, rule: Any, worl
     def together(op: type[Op], operands: Sequence[Any]) -> list[Any]:
         send, receive = rule[op].send, rule[op].receive
         sent = [send(*mine, run=run, group=group) for mine, run in zip(operands, RUNS, strict=True)]
-        moved = world.move(op.communicates, sent)  # type: ignore[arg-type]
+        moved = world.move(op.communicates, sent, group="tp")  # type: ignore[arg-type]
         return [receive(m, *mine, run=run, group=group) for m, mine, run in zip(moved, operands, RUNS, strict=True)]
 
     queries, history, current = [], [], []

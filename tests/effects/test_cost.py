@@ -18,7 +18,7 @@ import torch
 from attrs import define, evolve, field
 from hypothesis import given
 
-from mla_fx import backends, orchestrations
+from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends import Backend, Collective, InProcess
 from mla_fx.cli import main
 from mla_fx.effects import Aval, Drop, Group, Launch, Program, Record, Wait, cost, schedule
@@ -36,6 +36,7 @@ SETUPS = {
     "one rank": Setup(ranks=1),
     "four ranks, bf16": Setup(ranks=4, dtype="bf16"),
     "model": Setup(layers=2),
+    "context groups": Setup(ranks=Layout(tp=4, dcp=2)),
     "model of eight ranks": Setup(layers=2, ranks=8, dtype="fp16", tokens=5),
 }
 each_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
@@ -50,10 +51,11 @@ class Counting(InProcess):
     handed: list[set[int]] = field(factory=list)
     sent: list[int] = field(factory=list)
 
-    def move(self, how: Any, sent: Sequence[torch.Tensor], *, spent: bool = False) -> list[torch.Tensor]:
+    def move(self, how: Any, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False) -> list[torch.Tensor]:
+        size = self.layout.group(group).size
         self.handed.append({tensor.nbytes for tensor in sent})
-        self.sent.append(sum(between(how, sent)))
-        return InProcess.move(self, how, sent, spent=spent)
+        self.sent.append(sum(sum(between(how, sent[at : at + size])) for at in range(0, len(sent), size)))
+        return InProcess.move(self, how, sent, group=group, spent=spent)
 
 
 def between(how: str, sent: Sequence[torch.Tensor]) -> Iterator[int]:
@@ -74,8 +76,8 @@ def between(how: str, sent: Sequence[torch.Tensor]) -> Iterator[int]:
 @each_setup
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_bytes_are_those_that_a_run_moves(setup, name):
-    world = Counting(setup.ranks)
-    backend = evolve(backends.get(name, ranks=setup.ranks), world=world)
+    world = Counting(setup.layout)
+    backend = evolve(backends.get(name, ranks=setup.layout), world=world)
     described = schedule(setup.step, orchestrations.attention_aside)
     setup.compiled(backend, described)(*backend.put(setup.arguments(), copy=True))
     found = cost(described.with_float(backend.dtype) if backend.dtype else described)

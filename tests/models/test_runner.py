@@ -256,7 +256,7 @@ def test_a_reference_backend_computes_in_float64():
 
 def test_ranks_that_differ_are_refused_before_anything_is_read():
     shape = StepShape(ranks=2, requests=1, blocks=4, block_size=4, table_width=4, dtype="fp32")
-    message = r"^ranks: must be those of the backend, 4: got 2 in the shape$"
+    message = r"^ranks: must be those of the backend, tp=4,dcp=4,dp=1,ep=4: got tp=2,dcp=2,dp=1,ep=2 in the shape$"
     with pytest.raises(InputError, match=message):
         Runner.load(None, backends.get("cpu", ranks=4), shape=shape)  # type: ignore[arg-type]
     runner = make_runner(small(), ranks=2, mtp=True)

@@ -68,7 +68,7 @@ class Rules:
         assert isinstance(rule, Collective) and op.group_of().size == ranks
         sent = [rule.send(*operands[rank], run=Run(rank), **fields(op)) for rank in range(ranks)]
         assert all(one.is_contiguous() and aval(one) == aval(sent[0]) for one in sent)
-        moved = InProcess(ranks).move(op.communicates, sent)
+        moved = InProcess(ranks).move(op.communicates, sent, group="tp")
         assert all(map(torch.equal, map(bits, moved), map(bits, transport(op.communicates, sent))))
         results = [rule.receive(moved[rank], *operands[rank], run=Run(rank), **fields(op)) for rank in range(ranks)]
         for given, got in zip(operands, results, strict=True):

@@ -136,7 +136,7 @@ def over_ranks(op: Op, operands: Sequence[tuple[torch.Tensor, ...]]) -> list[tup
     given = [tuple(map(to_device, mine)) for mine in operands]
     sent = [rule.send(*mine, run=run, **fields(op)) for mine, run in zip(given, runs, strict=True)]
     assert all(one.is_contiguous() for one in sent)
-    moved = InProcess(len(operands)).move(op.communicates, sent)
+    moved = InProcess(len(operands)).move(op.communicates, sent, group="tp")
     found = [
         rule.receive(brought, *mine, run=run, **fields(op))
         for brought, mine, run in zip(moved, given, runs, strict=True)

@@ -206,7 +206,7 @@ def test_sixteen_bits_are_rounded_once(dtype):
     ):
         assert ask(op, *operands)[0].flatten().tolist() == want
     parts = [features[k].view(1, 1) for k in range(9)]
-    assert [total.item() for total in InProcess(9).move("all_reduce", parts)] == [1 + step] * 9
+    assert [total.item() for total in InProcess(9).move("all_reduce", parts, group="tp")] == [1 + step] * 9
     source, weights = torch.arange(9, dtype=torch.int32).view(1, 9), torch.ones(1, 9)
     assert ask(ops.UnpermuteTokens(), features.view(9, 1), source, weights)[0].item() == 1 + step
 
