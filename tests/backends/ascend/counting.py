@@ -59,7 +59,7 @@ def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
 
 
 def _traced(member: Member, machine: Machine, group: Any, *, given: Setup, how: str) -> list[Traced]:
-    backend = backends.get("ascend", ranks=member.ranks, group=group)
+    backend = backends.get("ascend", ranks=member.ranks, group=group, sums="transport")
     if how == "kernels":
         backend = evolve(backend, table=with_kernels(backend.table, merges=(MergeAttention,)))
     lowered = how in ("fused", "kernels")
