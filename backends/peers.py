@@ -40,6 +40,10 @@ _LONGEST: Final = 600
 _SHORT: Final = 80
 
 
+#: Why a rank is lost that Ctrl-C, a signal or an exit has ended.
+STOPPED: Final = "it was stopped"
+
+
 class PeerError(RuntimeError):
     """Another rank was lost: `ranks` are those, `why` is what is known of them, `where` is what they did not come to.
 
@@ -149,7 +153,7 @@ class Peers:
         _let_run_out()
         if not isinstance(error, PeerError):
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-            why = "it was stopped" if stopped else f"it raised {type(error).__name__}: {error}"
+            why = STOPPED if stopped else f"it raised {type(error).__name__}: {error}"
             self._tell((self.board.rank,), why[:_LONGEST])
 
     def leave(self) -> None:
