@@ -7,6 +7,8 @@ with backends.join("gloo", timeout=30) as group:
 
 import math
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +16,7 @@ from importlib import import_module
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from mla_fx.backends.device import device
 from mla_fx.backends.peers import PeerError, Peers
@@ -48,9 +51,13 @@ def join(
         os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(timeout)))
     if kind != "gloo":
         device(_KINDS[kind])
-    given = {} if store is None else {"store": store, "rank": rank, "world_size": ranks}
+    limit = max(timeout, _STARTING)
     try:
-        dist.init_process_group(kind, timeout=timedelta(seconds=max(timeout, _STARTING)), **given)
+        if store is None:
+            found, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+            store = dist.distributed_c10d.PrefixStore(_round(found, rank, ranks, limit), found)
+        assert rank is not None and ranks is not None
+        dist.init_process_group(kind, timeout=timedelta(seconds=limit), store=store, rank=rank, world_size=ranks)
     except RuntimeError as error:
         raise PeerError((), str(error), "join") from None
     group = dist.group.WORLD
@@ -65,6 +72,33 @@ def join(
         raise
     peers.leave()
     dist.destroy_process_group()
+
+
+def _round(store: Any, rank: int, ranks: int, limit: float) -> str:
+    """A name that these processes have in common, and none that had the store before them.
+
+    torchrun may start processes again with the store of those that failed, and in it is where these were to be found.
+    So each says who it is, and is in when rank 0, which is as new, has said so of it.
+    """
+    own, said, end = uuid.uuid4().hex, "", time.monotonic() + limit
+    store.set(f"mla_fx/{rank}", own)
+    while time.monotonic() < end:
+        if rank == 0:
+            keys = [f"mla_fx/{one}" for one in range(ranks)]
+            present = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+            if (now := " ".join([own, *present])) != said:
+                said = now
+                store.set("mla_fx/round", said)
+            heard = [f"mla_fx/{one}/in" for one in range(1, ranks)]
+            if all(store.check([key]) and store.get(key).decode() == own for key in heard):
+                return own
+        elif store.check(["mla_fx/round"]):
+            first, *present = store.get("mla_fx/round").decode().split(" ")
+            if present[rank : rank + 1] == [own]:
+                store.set(f"mla_fx/{rank}/in", first)
+                return str(first)
+        time.sleep(0.01)
+    raise RuntimeError(f"not all of {ranks} processes have come within {limit:g} s")
 
 
 def _check(kind: str, timeout: float, given: tuple[Any, ...]) -> None:

@@ -134,7 +134,6 @@ class Peers:
 
     def meet(self, work: Any, where: str = "") -> None:
         """A collective of hosts has been issued: wait for it.  `where` is for errors, until a launch is known."""
-        self.board.collective += 1
         try:
             work.wait(_SLICE)
         except RuntimeError:
@@ -142,11 +141,6 @@ class Peers:
                 self._wait(work)
             except PeerError as error:
                 raise error.at(where) from None
-
-    def issued(self, work: Any) -> None:
-        """A collective of devices has been issued: its stream waits for it, and the host for nothing."""
-        self.board.collective += 1
-        work.wait()
 
     def failed(self, error: BaseException) -> None:
         """This process gives up its step: tell the others, unless it is for one of them."""

@@ -190,6 +190,7 @@ class Processes:
         self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
     ) -> list[torch.Tensor]:
         """See `World.move`; the sum is as `sums` says."""
+        self.peers.board.collective += 1
         (mine,), among = sent, self._of[group]
         if among is None:
             return _together(how, sent)
@@ -235,7 +236,7 @@ class Processes:
         if sent.is_cpu:
             self.peers.meet(work)
         else:
-            self.peers.issued(work)
+            work.wait()
 
     def share(self, value: Any) -> list[Any]:
         """See `World.share`; on the host, beside what moves on a device."""
@@ -252,6 +253,7 @@ class Processes:
         mine = torch.frombuffer(bytearray(head.ljust(8 + size, b"\0")), dtype=torch.uint8)
         every = mine.new_empty((self.layout.size, len(mine)))
         work = dist.all_gather_single(every.view(-1), mine, group=self._host(), async_op=True)
+        self.peers.board.collective += 1
         self.peers.meet(work, "share")
         told = [bytes(row.numpy()) for row in every]
         return [(int.from_bytes(one[:8], "little"), one[8:]) for one in told]

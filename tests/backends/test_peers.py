@@ -1,14 +1,17 @@
 """When a rank of a group is lost: who is named, where, why, and how soon."""
 
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from mla_fx.backends import PeerError
 from tests.backends import lost as do
-from tests.processes import Nursery, nursery
+from tests.processes import ROOT, Nursery, nursery
 
 TIMEOUT = 3.0
 #: More than the time-out, for processes that share two cores.
@@ -119,3 +122,16 @@ def test_an_error_is_a_value():
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "layers.0, all_reduce over tp[4]: lost ranks 1, 3: it raised Boom"
     assert (again.ranks, again.why, again.where) == (error.ranks, error.why, error.where)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "name"), [("gloo", "cpu"), ("hccl", "ascend")])
+def test_torchrun_starts_them_again(kind, name):
+    """Nothing is in the way that the first round left, and the next one is like any other."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command = [*torchrun, "--nproc-per-node", "2", "-m", "tests.backends.again", kind, name]
+    before = set(os.listdir("/dev/shm"))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "finished with True in round 1"
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "mla_fx" in name]
