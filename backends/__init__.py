@@ -26,6 +26,7 @@ from mla_fx.backends.table import Rule as Rule
 from mla_fx.backends.table import Table as Table
 from mla_fx.backends.world import InProcess as InProcess
 from mla_fx.backends.world import Processes as Processes
+from mla_fx.backends.world import Sums as Sums
 from mla_fx.backends.world import World as World
 from mla_fx.effects import InputError
 from mla_fx.layout import Layout
@@ -62,7 +63,9 @@ NAMED: Final[Mapping[str, Callable[[World, int | None], Backend]]] = MappingProx
 _ALONE: Final[Any] = object()
 
 
-def get(name: str, *, ranks: int | Layout = 1, adversary: int | None = None, group: Any = _ALONE) -> Backend:
+def get(
+    name: str, *, ranks: int | Layout = 1, adversary: int | None = None, group: Any = _ALONE, sums: Sums = "rank order"
+) -> Backend:
     """The backend called `name`, running all `ranks` ranks in this process, or those of a `Layout`.
 
     With `group`, a group of `torch.distributed` of as many processes (on
@@ -71,7 +74,9 @@ def get(name: str, *, ranks: int | Layout = 1, adversary: int | None = None, gro
     are lists of one entry, and so are results.  On `ascend` and `cuda` it
     takes the device of number LOCAL_RANK, which torchrun sets, and without
     that the current one; the first backend of a process decides, so it is
-    made before the first collective.
+    made before the first collective.  `sums` over its ranks are taken in
+    "rank order", which gives the bits of all ranks in one process, or left to
+    the "transport" (see `Processes`).
 
     `adversary` is a seed: streams then run late and interleaved at random,
     memory is NaN until written and reused as early as the law allows.  The
@@ -85,4 +90,4 @@ def get(name: str, *, ranks: int | Layout = 1, adversary: int | None = None, gro
         raise InputError(f"backend: must be one of {', '.join(NAMED)}: got {name!r}")
     if group is _ALONE:
         return NAMED[name](InProcess(ranks), adversary)
-    return NAMED[name](Processes(group, ranks), adversary)
+    return NAMED[name](Processes(group, ranks, sums), adversary)

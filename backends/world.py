@@ -12,7 +12,7 @@ for something to tidy.
 import pickle
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol, assert_never
+from typing import Any, Final, Literal, Protocol, assert_never, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,13 @@ from mla_fx.backends.peers import Peers
 from mla_fx.dtypes import wide
 from mla_fx.effects import InputError
 from mla_fx.effects.op import Meeting
+from mla_fx.effects.validate import one_of
 from mla_fx.layout import Layout, layout_of
 
 #: Bytes of what is shared that go in one message; what is longer takes a second one.
 _SHORT: Final = 1016
+#: Who adds over the ranks of a group of processes: see `Processes`.
+Sums = Literal["rank order", "transport"]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -92,10 +95,7 @@ def _together(how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What the ranks of one group are brought."""
     dtype = sent[0].dtype
     if how == "all_reduce":
-        total = sent[0].to(wide(dtype), copy=True, memory_format=torch.contiguous_format)
-        for other in sent[1:]:
-            total.add_(other)
-        total = total.to(dtype)
+        total = added(sent)
         return [total, *(total.clone() for _ in sent[1:])]
     bits = [tensor.view(_INTEGERS[dtype.itemsize]) for tensor in sent]
     if how == "all_gather":
@@ -103,6 +103,14 @@ def _together(how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if how == "all_to_all":
         return [torch.stack([one[rank] for one in bits]).view(dtype) for rank in range(len(bits))]
     assert_never(how)
+
+
+def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of what ranks have, in their order, accumulated wide and rounded once, in memory of its own."""
+    total = parts[0].to(wide(parts[0].dtype), copy=True, memory_format=torch.contiguous_format)
+    for other in parts[1:]:
+        total.add_(other)
+    return total.to(parts[0].dtype)
 
 
 @frozen(eq=False)
@@ -118,13 +126,18 @@ class Processes:
     collective is a launch on the stream that the program says.  The host waits for nothing.  A step without tokens
     moves nothing, on no rank, so nothing is called.
 
-    A transport adds in its own order and precision.  Ranks must get the same bits, or they go apart over the steps:
-    the emulated HCCL adds in rank order and in float32, gloo gives to all what one rank added; of a real HCCL that is
-    asked with HCCL_DETERMINISTIC=true, which has not been tried.
+    `sums` says who adds.  In "rank order" each rank adds its part of all elements as one process would, wide and in the
+    order of the ranks, and the parts are gathered: an element is summed once and then copied, so all ranks have the
+    same bits, and those of all ranks in one process, whatever the transport.  That is an all-to-all and an all-gather,
+    2 (W - 1) / W of the bytes from each rank, as many as a ring's all-reduce, in two messages, with W - 1 additions of
+    a W-th between them; a W-th is rounded up.  "transport" leaves it to the all-reduce of the transport, which adds in
+    its own order and precision: then it is for the transport that ranks do not go apart.  gloo gives to all what one
+    rank added; a real HCCL is asked for that with HCCL_DETERMINISTIC=true, which has not been tried.
     """
 
     group: Any = field()
     layout: Layout = field(converter=layout_of, alias="ranks")
+    sums: Sums = field(default="rank order", validator=one_of(*get_args(Sums)))
     _of: Mapping[str, Any] = field(init=False, repr=False)  # the group of each name; None for this rank alone
     peers: Peers = field(init=False, repr=False)
     _beside: list[Any] = field(factory=list, init=False)  # the group of hosts, once there is one
@@ -172,24 +185,46 @@ class Processes:
     def move(
         self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
     ) -> list[torch.Tensor]:
-        """See `World.move`; the sum is the transport's."""
+        """See `World.move`; the sum is as `sums` says."""
         (mine,), among = sent, self._of[group]
         if among is None:
             return _together(how, sent)
-        if how == "all_reduce":
-            total = mine if spent else mine.clone(memory_format=torch.contiguous_format)
-            if total.numel():
-                self._meet(dist.all_reduce(total, group=among, async_op=True), mine)
-            return [total]
         size = self.layout.group(group).size
-        found = mine.new_empty((size, *mine.shape) if how == "all_gather" else mine.shape)
+        if how == "all_gather":
+            return [self._gather(mine, mine.new_empty((size, *mine.shape)), among)]
+        if how == "all_to_all":
+            return [self._exchange(mine, among)]
+        if not mine.numel() or self.sums == "rank order":
+            return [self._add(mine, size, among, spent=spent)]
+        total = mine if spent else mine.clone(memory_format=torch.contiguous_format)
+        self._meet(dist.all_reduce(total, group=among, async_op=True), mine)
+        return [total]
+
+    def _gather(self, mine: torch.Tensor, found: torch.Tensor, among: Any) -> torch.Tensor:
+        """What each rank has, rank after rank in `found`."""
         if mine.numel():
-            parts = (self._bytes(found), self._bytes(mine))
-            if how == "all_gather":
-                self._meet(dist.all_gather_single(*parts, group=among, async_op=True), mine)
-            else:
-                self._meet(dist.all_to_all_single(*parts, group=among, async_op=True), mine)
-        return [found]
+            work = dist.all_gather_single(self._bytes(found), self._bytes(mine), group=among, async_op=True)
+            self._meet(work, mine)
+        return found
+
+    def _exchange(self, mine: torch.Tensor, among: Any) -> torch.Tensor:
+        """The part for this rank, by the first axis, of what each rank has."""
+        found = torch.empty_like(mine)
+        if mine.numel():
+            work = dist.all_to_all_single(self._bytes(found), self._bytes(mine), group=among, async_op=True)
+            self._meet(work, mine)
+        return found
+
+    def _add(self, mine: torch.Tensor, size: int, among: Any, *, spent: bool) -> torch.Tensor:
+        """The sum in rank order: this rank adds its part, and all are gathered."""
+        count, own = mine.numel(), -(-mine.numel() // size)
+        whole = count == own * size
+        flat = mine.view(-1) if whole else mine.new_zeros(own * size)
+        if not whole:
+            flat[:count] = mine.view(-1)
+        part = added(self._exchange(flat.view(size, own), among).unbind())
+        every = self._gather(part, flat if spent or not whole else torch.empty_like(flat), among)
+        return every[:count].view(mine.shape)
 
     def _meet(self, work: Any, sent: torch.Tensor) -> None:
         """Behind here, the host or the stream that is current has what a collective brings."""

@@ -10,7 +10,8 @@ one rank then sends, and receives as much:
     all_to_all   (W - 1) m / W      each other rank's part, and its own stays
     all_reduce   2 (W - 1) m / W    a ring: reduce-scatter, then all-gather, which no algorithm undercuts (P. Patarasu,
                                     X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-                                    J. Parallel Distrib. Comput. 69, 2009); the mean over ranks where W does not divide
+                                    J. Parallel Distrib. Comput. 69, 2009); the mean over ranks where W does not divide.
+                                    In rank order it is as much: an all-to-all of m, then an all-gather of m / W
 
 rounded up to bytes; nothing where W = 1.
 

@@ -1,4 +1,4 @@
-"""Both halves of `ops.AllReduce`: the transport adds."""
+"""Both halves of `ops.AllReduce`: the world adds."""
 
 import torch
 

@@ -24,12 +24,13 @@ def alone(op: Op, operands: tuple[torch.Tensor, ...]) -> Step:
     return trace(lambda **values: bind(op, *values.values()), op.name, **avals)
 
 
-def decode(member: Member, *, name: str, setup: Setup) -> list[torch.Tensor]:
-    """Output and cache of one step."""
-    backend = backends.get(name, ranks=setup.layout, group=member.join("gloo"))
+def decode(member: Member, *, name: str, setup: Setup, together: bool = False) -> list[list[torch.Tensor]]:
+    """Output and caches of one step, of each rank that runs here: this one's, or all where they are `together`."""
+    group = {} if together else {"group": member.join("gloo")}
+    backend = backends.get(name, ranks=setup.layout, **group)
     run = setup.compiled(backend, schedule(setup.step, orchestrations.attention_aside))
-    own = backend.put([[argument[member.rank]] for argument in setup.arguments()], copy=True)
-    return pytree.tree_leaves(run(*own))
+    own = backend.put([[argument[rank] for rank in backend.here] for argument in setup.arguments()], copy=True)
+    return [pytree.tree_leaves(of_rank) for of_rank in zip(*run(*own), strict=True)]
 
 
 def collective(member: Member, *, op: Op, operands: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
@@ -46,6 +47,50 @@ def shared(member: Member, *, said: list[Any]) -> list[Any]:
     return [backend.share(of_ranks[member.rank]) for of_ranks in said]
 
 
+def sums(
+    member: Member, *, operands: list[list[torch.Tensor]], sums: str, spent: bool = False, planted: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Sums of this rank's `operands`, and what is left of these; `planted`: by a transport that adds in any order."""
+    group = member.join("gloo")
+    if planted:
+        dist.all_reduce = _as_each_likes
+    world, own = backends.Processes(group, member.ranks, sums), operands[member.rank]
+    return [world.move("all_reduce", [x], group="tp", spent=spent)[0] for x in own], own
+
+
+def _as_each_likes(total: torch.Tensor, group: Any, async_op: bool) -> Any:
+    """A sum that each rank begins with its own part."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    every = [torch.empty_like(total) for _ in range(ranks)]
+    work = dist.all_gather(every, total, group=group, async_op=async_op)
+    work.wait()
+    total.copy_(sum(every[(rank + k) % ranks].float() for k in range(ranks)))
+    return work
+
+
+def messages(member: Member, *, operands: list[list[torch.Tensor]], sums: str) -> list[tuple[str, int]]:
+    """The collectives that the sum of the first operand is made of, each with the bytes that it takes."""
+    asked: list[tuple[str, int]] = []
+    group = member.join("gloo")
+    world = backends.Processes(group, member.ranks, sums)
+
+    def noting(how: str, real: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def noted(*tensors: torch.Tensor, **given: Any) -> Any:
+            asked.append((how, tensors[position].nbytes))
+            return real(*tensors, **given)
+
+        return noted
+
+    for how, name, position in (
+        ("all_reduce", "all_reduce", 0),
+        ("all_to_all", "all_to_all_single", 1),
+        ("all_gather", "all_gather_single", 1),
+    ):
+        setattr(dist, name, noting(how, getattr(dist, name), position))
+    world.move("all_reduce", operands[member.rank], group="tp")
+    return asked
+
+
 def refusals(member: Member) -> list[str]:
     """What is said of wrong use."""
     early = [
@@ -55,6 +100,7 @@ def refusals(member: Member) -> list[str]:
     run = setup.compiled(backends.get("cpu", ranks=2, group=group), schedule(setup.step, orchestrations.serial))
     wrong: list[Any] = [
         lambda: backends.get("cpu", ranks=3, group=group),
+        lambda: backends.get("cpu", ranks=2, group=group, sums="mean"),  # type: ignore[arg-type]
         lambda: backends.get("cpu", ranks=2, adversary=5, group=group),
         lambda: run(*setup.arguments()),
     ]

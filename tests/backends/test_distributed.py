@@ -1,14 +1,15 @@
 """One rank in each process on the host, over gloo: the CPU backend in a group, and what a group refuses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from mla_fx import Layout, backends, orchestrations
+from mla_fx import Layout, backends
 from mla_fx.backends.body import collective_of
-from mla_fx.effects import Group, ops, schedule
+from mla_fx.effects import Group, ops
+from mla_fx.effects.cost import on_the_wire
 from tests.backends import ranks as do
 from tests.processes import Nursery, nursery
 from tests.setups import Setup
@@ -23,20 +24,24 @@ def processes() -> Iterator[Nursery]:
         yield made
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("cpu", "fp32"), ("cpu", "bf16"), ("reference", "fp32")])
-@pytest.mark.parametrize("ranks", [1, 2, 4, Layout(tp=4, dcp=2), Layout(tp=4, dcp=1), Layout(tp=2, dp=2)], ids=str)
-def test_step(processes, ranks, name, dtype):
-    """The result of all ranks in one process, up to the order of the sum; the same bits on all ranks."""
-    given = Setup(ranks=ranks, dtype=dtype)
-    whole = backends.get(name, ranks=ranks)
-    program = schedule(given.step, orchestrations.attention_aside)
-    wanted, caches = given.compiled(whole, program)(*whole.put(given.arguments(), copy=True))
-    found = processes.run(do.decode, ranks=given.ranks, name=name, setup=given)
-    for rank, (out, *cache) in enumerate(found):
-        torch.testing.assert_close(out, wanted[rank], rtol=0, atol=0.02 if dtype == "bf16" else 1e-6)
-        assert torch.equal(out, found[given.layout.members("tp", rank)[0]][0])
-        for ours, exactly in zip(cache, caches[rank], strict=True):
-            assert torch.equal(ours, exactly)
+STEPS = {
+    "one rank": ("cpu", Setup(ranks=1)),
+    "two": ("cpu", Setup(ranks=2, dtype="bf16")),
+    "four, exact": ("reference", Setup(ranks=4)),
+    "context groups": ("cpu", Setup(ranks=Layout(tp=4, dcp=2))),
+    "context groups of one": ("cpu", Setup(ranks=Layout(tp=4, dcp=1), dtype="fp16")),
+    "replicas": ("cpu", Setup(ranks=Layout(tp=2, dp=2))),
+    "replicas with context groups": ("cpu", Setup(ranks=Layout(tp=4, dcp=2, dp=2), dtype="bf16")),
+    "a model": ("cpu", Setup(ranks=Layout(tp=8, dcp=4), layers=2)),
+}
+
+
+@pytest.mark.parametrize(("name", "given"), STEPS.values(), ids=STEPS)
+def test_step(processes, name, given):
+    """The bits of all ranks in one process, on all ranks."""
+    (together,) = processes.run(do.decode, ranks=1, name=name, setup=given, together=True)
+    apart = processes.run(do.decode, ranks=given.ranks, name=name, setup=given)
+    assert all(alike(found, wanted) for (found,), wanted in zip(apart, together, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -70,6 +75,67 @@ def test_what_is_said_is_heard_by_all(processes):
     assert backends.get("cpu", ranks=3).share((1, "a")) == [(1, "a")] * 3
 
 
+SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def summands(ranks: int) -> list[list[torch.Tensor]]:
+    """For each rank, what it adds, in sizes that ranks divide or not, fewer than ranks, none; sums feel their order."""
+    generator, shapes = torch.Generator().manual_seed(ranks), ((2,), (3, 5), (4, 2 * ranks), (1, 1), (0, 4))
+    return [
+        [
+            (torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** (rank % 3)).to(dtype)
+            for dtype in SUMMED
+            for shape in shapes
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """By the definition: rank after rank, in float32 (float64 beside float64), rounded once."""
+    dtype = parts[0].dtype
+    total = torch.zeros(parts[0].shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for part in parts:
+        total = total + part.to(total.dtype)
+    return total.to(dtype)
+
+
+def alike(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sums_in_rank_order(processes, ranks):
+    """Every bit is that of the definition, on all ranks, whatever the transport's own sums would be."""
+    given = summands(ranks)
+    wanted = [in_order(parts) for parts in zip(*given, strict=True)]
+    for spent in (False, True):
+        found = processes.run(do.sums, ranks=ranks, operands=given, sums="rank order", spent=spent)
+        assert all(alike(totals, wanted) for totals, _ in found)
+        assert spent or all(alike(left, own) for (_, left), own in zip(found, given, strict=True))
+
+
+def test_sums_by_a_transport_that_adds_as_each_rank_likes(processes):
+    """Planted: each rank begins with its own.  Ranks then differ, unless they add in rank order."""
+    given = summands(4)
+    loose = [totals for totals, _ in processes.run(do.sums, ranks=4, operands=given, sums="transport", planted=True)]
+    assert not all(alike(totals, loose[0]) for totals in loose)
+    firm = [totals for totals, _ in processes.run(do.sums, ranks=4, operands=given, sums="rank order", planted=True)]
+    assert all(alike(totals, firm[0]) for totals in firm)
+
+
+def test_messages_of_a_sum(processes):
+    """Two in rank order, of 2 (W - 1) / W of the bytes from each rank together; one by the transport."""
+    for ranks, size in ((2, 6), (4, 8)):
+        given = [[torch.ones(size)] for _ in range(ranks)]
+        for asked in processes.run(do.messages, ranks=ranks, operands=given, sums="rank order"):
+            assert asked == [("all_to_all", size * 4), ("all_gather", size * 4 // ranks)]
+            sent = sum(on_the_wire(how, ranks, handed) for how, handed in asked)
+            assert sent == on_the_wire("all_reduce", ranks, size * 4) == 2 * (ranks - 1) * size * 4 // ranks
+        for asked in processes.run(do.messages, ranks=ranks, operands=given, sums="transport"):
+            assert asked == [("all_reduce", size * 4)]
+
+
 def test_what_is_refused(processes):
     """The group before there is one and its name, another size, an adversary, arguments of all ranks where one runs."""
     what = "group: must be a group of torch.distributed, as dist.group.WORLD is after init_process_group"
@@ -78,6 +144,7 @@ def test_what_is_refused(processes):
             f"{what}: got None",
             f"{what}: got 'x'",
             "ranks: must be the size of the group, 2: got 3, tp=3,dcp=3,dp=1,ep=3",
+            "sums: must be one of rank order, transport: got 'mean'",
             "adversary: it plays all ranks on the host: got seed 5 for 1 of 2 ranks on cpu",
             "cache: must be a sequence with one entry for each of 1 ranks: got list of 2",
         ]

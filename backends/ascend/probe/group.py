@@ -99,10 +99,10 @@ def _sums_mean(found: Verdicts, cann: Cann) -> str:
         )
     if failing(found):
         return (
-            "Ranks may choose different experts at a near tie, and drift apart: ask for HCCL_DETERMINISTIC=true, or "
-            "gate on one rank. Run it again with each setting that is told above."
+            "Ranks that leave sums to the transport may choose different experts at a near tie, and drift apart: keep "
+            'sums="rank order", or ask for HCCL_DETERMINISTIC=true. Run it again with each setting that is told above.'
         )
-    return "Ranks have the same bits with these settings, so they gate alike; run it again with the others."
+    return 'Ranks have the same bits with these settings, with sums="transport" too; run it again with the others.'
 
 
 def _sum_case(size: int) -> Case:

@@ -44,7 +44,7 @@ def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
     `tests.backends.ascend.before`.
     """
     machine, group = start(member)
-    backend = backends.get("ascend", ranks=member.ranks, group=group)
+    backend = backends.get("ascend", ranks=member.ranks, group=group, sums="transport")
     program = schedule(backend.lower(given.step) if how == "fused" else given.step, orchestrations.attention_aside)
     if how == "before":
         backend = backend.with_rules(before.RULES)

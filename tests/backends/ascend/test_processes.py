@@ -169,14 +169,16 @@ def test_gathers_bit_for_bit(processes, ranks, wanted):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_reduce(processes, ranks):
-    """In rank order, in float32, rounded once, on all ranks: the bits of the CPU's rule."""
+    """In rank order, in float32, rounded once, on all ranks: the bits of the CPU's rule, in two messages."""
     rng, op = np.random.default_rng(5), ops.AllReduce(Group("tp", ranks))
     asked = [
         (op, [(random(rng, 3, 4, dtype=dtype) * 10.0 ** (2 - rank),) for rank in range(ranks)]) for dtype in DTYPES
     ]
     for found, (_, given) in zip(brought(processes, ranks, asked), asked, strict=True):
         exact = Rules(cpu.TABLE, given[0][0].dtype).group(op, given)
-        assert all(torch.equal(ours, exactly) for ((ours,), _), (exactly,) in zip(found, exact, strict=True))
+        for ((ours,), trace), (exactly,) in zip(found, exact, strict=True):
+            assert torch.equal(ours, exactly)
+            assert [task.name for task in trace] == ["all_to_all", "all_gather"]
 
 
 def test_no_tokens(processes):
