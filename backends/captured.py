@@ -148,6 +148,7 @@ class Captured:
     static: list[Any] = field(factory=list)  # what the graph reads, where the leaves are
     results: list[Any] = field(factory=list)  # what the graph gives, in order; None where an output is an input
     tasks: list[Task] = field(factory=list)
+    rooms: dict[str, int] = field(factory=dict)  # bytes of each workspace
     replayed: Any = None  # the event behind the last replay
 
     @classmethod
@@ -267,7 +268,9 @@ class Captured:
         finally:
             device.caller, device.recorder = caller, None
             module.set_stream(caller)
-        self.pool = pool
+        self.pool, used = pool, {name for launch in self.program.launches for name in launch.op.uses}
+        held = {name: one.memory.nbytes for (_, name), one in device.scratch.items() if one.memory is not None}
+        self.rooms = {name: held[name] for name in held if name in used}
         return graph, recorder
 
     def _update(self, leaves: Sequence[Any], caller: Any) -> None:
