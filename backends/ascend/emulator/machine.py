@@ -8,7 +8,7 @@ import atexit
 import ctypes
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +16,18 @@ from typing import Any, TypeVar
 import torch
 from attrs import define, field, frozen
 
-from mla_fx.backends.ascend.emulator.arguments import ARGUMENTS
+from mla_fx.backends.ascend.emulator.arguments import ARGUMENTS, in_memory
 from mla_fx.backends.ascend.emulator.build import LIBRARIES, SUFFIXES, entry_points
 from mla_fx.backends.ascend.emulator.fractal import Fractal, memory
-from mla_fx.backends.ascend.emulator.operator import NOT_UPDATABLE, NULL_ARGUMENT, Operator, RefusedError, Sized, poison
+from mla_fx.backends.ascend.emulator.operator import (
+    NOT_UPDATABLE,
+    NULL_ARGUMENT,
+    Operator,
+    RefusedError,
+    Sized,
+    any_strides,
+    poison,
+)
 from mla_fx.backends.ascend.emulator.releases import Release
 from mla_fx.effects import InputError
 
@@ -166,6 +174,7 @@ class Machine:
     _callbacks: list[Any] = field(factory=list, init=False)
     _slots: Any = field(init=False)
     _launch: int | None = field(init=False)
+    _enqueue: Any = field(init=False)  # the same, for Python
     _entries: dict[str, int] = field(factory=dict, init=False)  # to slots
     _message: bytes = field(default=b"", init=False)  # C keeps a copy; this is for readers
 
@@ -175,6 +184,7 @@ class Machine:
         self._runtime.emulator_trace_length.restype = ctypes.c_int64
         self._runtime.emulator_trace_entries.restype = _Pointer
         self._runtime.emulator_seed.argtypes = [ctypes.c_uint64]
+        self._runtime.emulator_limits.argtypes = [ctypes.c_int64, ctypes.c_int64]
         atexit.register(self._runtime.emulator_leave)
         self._entries = {name: slot for slot, name in enumerate(entry_points(self.folder))}
         run, absent = _Run(self._run), _Absent(self._absent)
@@ -182,6 +192,9 @@ class Machine:
         entries.emulator_python(run, absent)
         self._slots = (_Pointer * len(self._entries)).in_dll(entries, "operator_slots")
         self._launch = ctypes.cast(entries.emulator_launch, _Pointer).value
+        self._enqueue = entries.emulator_launch
+        self._enqueue.argtypes = [_Pointer, ctypes.c_uint64, ctypes.c_int64, _Pointer]
+        self._runtime.aclGetRecentErrMsg.restype = ctypes.c_char_p
         nowhere = ctypes.cast(entries.absent_operator, _Pointer).value
         self._slots[:] = [nowhere] * len(self._entries)
         self.play(self._release)
@@ -233,6 +246,23 @@ class Machine:
             else:
                 self._slots[slot] = self._launch
 
+    def launch(
+        self, name: str, function: Callable[..., None], read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> None:
+        """Launch a kernel of somebody's own on the stream that is current: an operator of that name in a trace.
+
+        `function(*read, *written)` gets CPU tensors in the memory of the device's, strides and all, when its turn has
+        come; `written` are NaN until then.  The wheel's queue is emptied before, as the launcher of Triton does it.
+        """
+        stream = torch.get_device_module("npu").current_stream().npu_stream
+        kinds = "T" * len(read) + "O" * len(written)
+        operator = Operator(" ".join(kinds), function, lies=any_strides)
+        number = next(self._numbers)
+        self._pending[number] = _Call(name, operator, [in_memory(tensor) for tensor in (*read, *written)])
+        status = self._enqueue(None, 0, number, stream)
+        if status:
+            raise RuntimeError(f"{name}: {self._runtime.aclGetRecentErrMsg().decode()}")
+
     def seed(self, seed: int) -> None:
         """From here on, streams are interleaved by `seed`.
 
@@ -242,6 +272,14 @@ class Machine:
         self.synchronize()
         torch.get_device_module("npu").empty_cache()
         self._runtime.emulator_seed(seed)
+
+    def limit(self, *, streams: int = 2048, tasks: int = 2048) -> None:
+        """How many streams the graphs of the device can have in all, and how many tasks one of them can.
+
+        A graph takes a stream for each that was captured, and another one where there are more tasks.  What has no room
+        is refused as on a device (207008).  Without arguments what it is from the start, about what an A2 has.
+        """
+        self._runtime.emulator_limits(streams, tasks)
 
     def synchronize(self) -> None:
         """Run everything that was issued; raises the wheel's RuntimeError for a fault on the device."""
