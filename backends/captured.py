@@ -312,13 +312,18 @@ def _must_take_tensors(program: Program, backend: "Backend") -> None:
 def _asks(
     program: Program, backend: "Backend", place: dict[tuple[str, int], int]
 ) -> tuple[tuple[Callable[..., str | None], Launch, tuple[Any, ...]], ...]:
-    """What is asked of integers before each replay, once however many launches ask: operands are places or avals."""
+    """What is asked of integers before each replay, once however many launches ask: operands are places or avals.
+
+    Of avals alone it is asked here: raises `InputError` for what is updated to no integers.
+    """
     avals = program.avals()
     found: dict[Any, tuple[Callable[..., str | None], Launch, tuple[Any, ...]]] = {}
     for launch in program.updatable():
         ask = backend.table.updates.get(type(launch.op))
         if ask is None:
             continue
+        if why := ask(launch.op, *(avals[name] for name in launch.operands)):
+            raise InputError(f"capture: {launch.op.name} cannot be updated: {why}")
         for rank in backend.here:
             operands = tuple(
                 place[name, rank] if position in launch.op.on_host() else avals[name]
