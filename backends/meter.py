@@ -7,6 +7,7 @@ in issue order: the hostile machine, which does not, cannot be metered.
     sent     what a rank hands over for other ranks: everything, to each of them, where all gather; the parts of the
              others, where each gets its own; of a sum, what a ring would send of it, since how a transport adds is
              its own affair (see `mla_fx.effects.cost`)
+    messages what the transport is asked for, counted there; one for each collective where all ranks are in one process
     values   bytes of memory that results of rules lie in, as long as anything holds it; states and what is a view of
              an input do not count
 
@@ -21,6 +22,7 @@ from typing import Any
 import attrs
 import torch
 from attrs import define, evolve, field, frozen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_fx.backends.backend import Backend, Executable
 from mla_fx.backends.peers import Peers
@@ -78,7 +80,7 @@ class Meter:
     moved: dict[Place, Tally] = field(factory=lambda: defaultdict(Tally))
     values: dict[int, int] = field(factory=lambda: defaultdict(int))
     values_priced: int = 0
-    _calls: list[list[tuple[int, int]]] = field(factory=list)  # of a run: by rank that sent, its bytes
+    _calls: list[list[tuple[int, Tally]]] = field(factory=list)  # of a run: by rank that sent, what it did
     _alive: dict[int, dict[int, int]] = field(factory=lambda: defaultdict(dict))  # by rank and storage
 
     def counting(self, program: Program, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Any]:
@@ -89,14 +91,14 @@ class Meter:
             self._calls, self._alive = [], defaultdict(dict)
             results = body(leaves)
             for message, call in zip(found.messages, self._calls, strict=True):
-                for rank, sent in call:
-                    self.moved[_place(message.launch, rank)].add(Tally(1, sent, 1, message.sent))
+                for rank, tally in call:
+                    self.moved[_place(message.launch, rank)].add(evolve(tally, priced=message.sent))
             self.values_priced = max(self.values_priced, found.memory.peak)
             return results
 
         return counted
 
-    def call(self, sent: list[tuple[int, int]]) -> None:
+    def call(self, sent: list[tuple[int, Tally]]) -> None:
         """The world was asked to move something: what each rank here sent to others."""
         self._calls.append(sent)
 
@@ -160,18 +162,39 @@ class Counting:
         self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
     ) -> list[torch.Tensor]:
         """See `World.move`."""
+        with _Messages() as asked:
+            moved = self.world.move(how, sent, group=group, spent=spent)
+        priced = self.world.messages(how, group) if sent[0].numel() else 0
+        messages = asked.count if self.peers else priced  # without a transport there is nothing to count
         size = self.layout.group(group).size
-        self.meter.call(
-            [
-                (rank, _to_others(how, tensor, size, self.layout.index(group, rank)))
-                for rank, tensor in zip(self.here, sent, strict=True)
-            ]
+        others = (
+            _to_others(how, one, size, self.layout.index(group, rank))
+            for rank, one in zip(self.here, sent, strict=True)
         )
-        return self.world.move(how, sent, group=group, spent=spent)
+        self.meter.call(
+            [(rank, Tally(messages, bytes_, priced)) for rank, bytes_ in zip(self.here, others, strict=True)]
+        )
+        return moved
+
+    def messages(self, how: Meeting, group: str) -> int:
+        """As the world."""
+        return self.world.messages(how, group)
 
     def share(self, value: Any) -> list[Any]:
         """As the world."""
         return self.world.share(value)
+
+
+class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what the transports of `torch.distributed` are asked for in here."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
 
 
 def _to_others(how: Meeting, sent: torch.Tensor, ranks: int, mine: int) -> int:
