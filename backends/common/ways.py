@@ -45,6 +45,7 @@ def split(rows: torch.Tensor, like: Any) -> list[torch.Tensor]:
     parts, first = [], 0
     for one in like:
         width = one.shape[1] * one.element_size()
-        parts.append(rows[:, first : first + width].contiguous().view(one.dtype))
+        own = rows[:, first : first + width].clone(memory_format=torch.contiguous_format)
+        parts.append(own.view(one.dtype))
         first += width
     return parts

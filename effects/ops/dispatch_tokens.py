@@ -30,7 +30,7 @@ from mla_fx.effects.validate import InputError, instance, integer
 def check_among(among: Group, group: Group) -> None:
     """Raise `InputError` unless the ranks of `group` are so many replicas of `among`."""
     if group.size % among.size:
-        raise InputError(f"among: must divide {group}: got {among}")
+        raise InputError(f"among: must be of a size that divides {group}: got {among}")
 
 
 @frozen
