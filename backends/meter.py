@@ -37,12 +37,16 @@ from mla_fx.layout import Layout
 
 @define
 class Tally:
-    """Of the calls of one collective: `messages` to the transport, bytes `sent` to others, and both by the formula."""
+    """Of the calls of one collective: `messages` to the transport, bytes `sent` to others, and both by the formula.
+
+    `most`: the formula says how many bytes they are at most, since data decide.
+    """
 
     messages: int = 0
     sent: int = 0
     messages_priced: int = 0
     priced: int = 0
+    most: bool = False
 
     def add(self, other: "Tally") -> None:
         """Take another one into account."""
@@ -50,8 +54,11 @@ class Tally:
         self.sent += other.sent
         self.messages_priced += other.messages_priced
         self.priced += other.priced
+        self.most |= other.most
 
     def __str__(self) -> str:
+        if self.most and self.messages == self.messages_priced and self.sent <= self.priced:
+            return f"{self.messages} messages, {self.sent:,} bytes, of at most {self.priced:,} by the formula"
         alike = (self.messages, self.sent) == (self.messages_priced, self.priced)
         priced = (
             "as the formula says" if alike else f"where the formula says {self.messages_priced} and {self.priced:,}"
@@ -158,13 +165,12 @@ class Counting:
         """As the world."""
         return self.world.peers
 
-    def move(
-        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
-    ) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[Any], *, group: str, spent: bool = False) -> list[Any]:
         """See `World.move`."""
         with _Messages() as asked:
             moved = self.world.move(how, sent, group=group, spent=spent)
-        priced = self.world.messages(how, group) if sent[0].numel() else 0
+        nothing = how != "all_to_all_v" and not sent[0].numel()
+        priced = 0 if nothing else self.world.messages(how, group)
         messages = asked.count if self.peers else priced  # without a transport there is nothing to count
         size = self.layout.group(group).size
         others = (
@@ -172,7 +178,10 @@ class Counting:
             for rank, one in zip(self.here, sent, strict=True)
         )
         self.meter.call(
-            [(rank, Tally(messages, bytes_, priced)) for rank, bytes_ in zip(self.here, others, strict=True)]
+            [
+                (rank, Tally(messages, bytes_, priced, most=how == "all_to_all_v"))
+                for rank, bytes_ in zip(self.here, others, strict=True)
+            ]
         )
         return moved
 
@@ -197,13 +206,17 @@ class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _to_others(how: Meeting, sent: torch.Tensor, ranks: int, mine: int) -> int:
+def _to_others(how: Meeting, sent: Any, ranks: int, mine: int) -> int:
     """Bytes of what a rank hands over that are for others, message by message."""
+    others = [rank for rank in range(ranks) if rank != mine]
     match how:
         case "all_gather":
-            return sum(sent.nbytes for rank in range(ranks) if rank != mine)
+            return sum(sent.nbytes for _ in others)
         case "all_to_all":
-            return sum(sent[rank].nbytes for rank in range(ranks) if rank != mine)
+            return sum(sent[rank].nbytes for rank in others)
+        case "all_to_all_v":
+            rows, counts = sent
+            return sum(counts[rank] * rows.shape[1] * rows.element_size() + 8 for rank in others)
         case "all_reduce":
             return on_the_wire(how, ranks, sent.nbytes)
 

@@ -253,10 +253,12 @@ class Processes:
         return every[:count].view(mine.shape)
 
     def messages(self, how: Meeting, group: str) -> int:
-        """See `World.messages`; none in a group of one, and two for a sum in rank order."""
+        """See `World.messages`; none in a group of one.  A sum in rank order is two, and so are rows behind their
+        numbers.
+        """
         if self._of[group] is None:
             return 0
-        return 2 if how == "all_reduce" and self.sums == "rank order" else 1
+        return 2 if how == "all_to_all_v" or (how == "all_reduce" and self.sums == "rank order") else 1
 
     def _meet(self, work: Any, sent: torch.Tensor) -> None:
         """Behind here, the host or the stream that is current has what a collective brings."""
