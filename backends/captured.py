@@ -7,10 +7,11 @@
 A graph reads and writes addresses, so what a call brings is copied to where the
 graph reads: all integers by one copy from pinned memory, a floating input by one
 of its own, unless it is there already.  States are those of the first call for
-good.  Results are the graph's memory and hold until its next replay.  All
-graphs of a device share one pool: they run one at a time, in any order, since
-one thread issues them and each comes behind the last; what they return is held,
-so no other graph is given it.
+good.  Results are the graph's memory.  All graphs of a device share one pool:
+they run one at a time, in any order, since one thread issues them and each
+comes behind the last.  What one returns is held, so no graph that is captured
+later is given it; but it may lie where one that was captured before has passing
+values.  So results hold until the next replay of any.
 
 A launch with integers on the host, `Program.updatable`, is captured with the
 integers of one step.  A device that updates launches (an NPU) has it as a task
