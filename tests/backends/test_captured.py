@@ -13,7 +13,7 @@ from mla_fx.backends import Backend, Run, RunError, cuda
 from mla_fx.backends.device import Scratch
 from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program, Record, Wait, ops, schedule
 from tests.backends.cuda.conftest import why_not
-from tests.backends.standin import Machine
+from tests.backends.standin import Machine, Stream
 from tests.backends.standin_graphs import Graph, Graphs, Updating
 from tests.setups import ANYWHERE, Setup
 
@@ -157,6 +157,20 @@ def test_results_hold_until_the_next_replay(on_cuda):
         run(cache, backend.put(hidden), batches)[0][0] for hidden, batches in steps(given, 3, seed=1)
     )
     assert second.data_ptr() == third.data_ptr() != first.data_ptr()
+
+
+def test_a_call_from_another_stream_fills_the_same_addresses(machine):
+    """And comes behind the last one, which came on the old stream."""
+    given = evolve(GIVEN, ranks=1)
+    backend = machine.backend(1, cuda.TABLE, "cuda")
+    run, same = (
+        compiled(given, kind, "serial", capture=kind is backend) for kind in (backend, launch_by_launch(backend))
+    )
+    caches, others = given.caches(), given.caches()
+    for number, (hidden, batches) in enumerate(steps(given, 4, seed=6)):
+        machine.module.current = machine.caller if number % 2 else Stream(machine.module, 77)
+        got, want = leaves(run(caches, hidden, batches)), leaves(same(others, hidden, batches))
+        assert all(map(torch.equal, got, want)), number
 
 
 def test_all_graphs_of_a_device_share_a_pool(machine, monkeypatch):
