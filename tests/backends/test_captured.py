@@ -179,10 +179,15 @@ def test_all_graphs_of_a_device_share_a_pool(machine, monkeypatch):
         Graph, "capture_begin", lambda graph, pool, **how: (pools.append(pool), begin(graph, pool, **how))
     )
     backend = machine.backend(1, cuda.TABLE, "cuda")
+    runs = []  # for a pool ends with the last of them
     for tokens in (4, 2):
         given = evolve(GIVEN, ranks=1, tokens=tokens)
-        compiled(given, backend, "serial", capture=True)(given.caches(), given.hidden(), given.batches(query=(1, 1)))
+        runs.append(compiled(given, backend, "serial", capture=True))
+        runs[-1](given.caches(), given.hidden(), given.batches(query=(1, 1)))
     assert len(pools) == 2 and len(set(pools)) == 1
+    runs.clear()
+    compiled(given, backend, "serial", capture=True)(given.caches(), given.hidden(), given.batches(query=(1, 1)))
+    assert pools[2] != pools[0]
 
 
 # --- inputs and states --------------------------------------------------------------------------------------------
