@@ -5,8 +5,8 @@ that is not metered.  The n-th call of the world in a run is the n-th collective
 in issue order: the hostile machine, which does not, cannot be metered.
 
     sent     what a rank hands over for other ranks: everything, to each of them, where all gather; the parts of the
-             others, where each gets its own; of a sum, what a ring would send of it, since how a transport adds is
-             its own affair (see `mla_fx.effects.cost`)
+             others, where each gets its own, with the numbers of rows where these differ; of a sum, what a ring would
+             send of it, since how a transport adds is its own affair (see `mla_fx.effects.cost`)
     values   bytes of memory that results of rules lie in, as long as anything holds it; states and what is a view of
              an input do not count
 
@@ -35,12 +35,16 @@ from mla_fx.layout import Layout
 
 @define
 class Tally:
-    """Of the calls of one collective: `messages` to the transport, bytes `sent` to others, and both by the formula."""
+    """Of the calls of one collective: `messages` to the transport, bytes `sent` to others, and both by the formula.
+
+    `most`: data decide how much is sent, and the formula says the most that it can be in the mean over ranks.
+    """
 
     messages: int = 0
     sent: int = 0
     messages_priced: int = 0
     priced: int = 0
+    most: bool = False
 
     def add(self, other: "Tally") -> None:
         """Take another one into account."""
@@ -48,8 +52,11 @@ class Tally:
         self.sent += other.sent
         self.messages_priced += other.messages_priced
         self.priced += other.priced
+        self.most |= other.most
 
     def __str__(self) -> str:
+        if self.most:
+            return f"{self.messages} messages, {self.sent:,} bytes, at most {self.priced:,} in the mean over ranks"
         alike = (self.messages, self.sent) == (self.messages_priced, self.priced)
         priced = (
             "as the formula says" if alike else f"where the formula says {self.messages_priced} and {self.priced:,}"
@@ -90,7 +97,8 @@ class Meter:
             results = body(leaves)
             for message, call in zip(found.messages, self._calls, strict=True):
                 for rank, sent in call:
-                    self.moved[_place(message.launch, rank)].add(Tally(1, sent, 1, message.sent))
+                    tally = Tally(1, sent, 1, message.sent, message.launch.op.waits)
+                    self.moved[_place(message.launch, rank)].add(tally)
             self.values_priced = max(self.values_priced, found.memory.peak)
             return results
 
@@ -156,9 +164,7 @@ class Counting:
         """As the world."""
         return self.world.peers
 
-    def move(
-        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
-    ) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[Any], *, group: str, spent: bool = False) -> list[Any]:
         """See `World.move`."""
         size = self.layout.group(group).size
         self.meter.call(
@@ -174,13 +180,16 @@ class Counting:
         return self.world.share(value)
 
 
-def _to_others(how: Meeting, sent: torch.Tensor, ranks: int, mine: int) -> int:
+def _to_others(how: Meeting, sent: Any, ranks: int, mine: int) -> int:
     """Bytes of what a rank hands over that are for others, message by message."""
     match how:
         case "all_gather":
-            return sum(sent.nbytes for rank in range(ranks) if rank != mine)
+            return (ranks - 1) * int(sent.nbytes)
         case "all_to_all":
             return sum(sent[rank].nbytes for rank in range(ranks) if rank != mine)
+        case "all_to_all_v":  # and to each the number of rows that are for it
+            rows, counts = sent
+            return on_the_wire(how, ranks, (sum(counts) - counts[mine]) * rows[:1].nbytes)
         case "all_reduce":
             return on_the_wire(how, ranks, sent.nbytes)
 
