@@ -1,6 +1,7 @@
 """What the law of a session knows of memory: what a program touches, who has which memory since when."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 
 from attrs import define, field, frozen
 
@@ -19,14 +20,14 @@ class Facts:
     lanes: frozenset[str]  # of its collectives: an independent group, or "" for all others
     home: Mapping[str, str]  # memory that the program allocates -> its stream
     outputs: Mapping[str, Place | str]  # output -> where it lies: memory with a name, or that of a value
-    passing: Mapping[str, str]  # stream -> a value there that is no output
-    buffers: tuple[str, ...]  # workspaces and the staging buffer, where it is shared
-    static: str  # the buffer of its static inputs, "" where it has none
-    inputs: frozenset[str]  # static ones
+    streams: frozenset[str]  # on which it takes memory: operators take some for themselves, too
+    workspaces: tuple[str, ...]
+    static: str  # the buffer of its static inputs, "" where it takes none
+    inputs: frozenset[str]  # static ones, those too that nothing takes
     updatable: tuple[str, ...]
 
 
-@define(eq=False)
+@frozen(eq=False)
 class Life:
     """The memory of one capture or one run."""
 
@@ -34,31 +35,14 @@ class Life:
     facts: Facts
     taken: int  # number of the action that takes it
     captured: bool
-    free: dict[str, tuple[int, str]] = field(factory=dict)  # stream -> since when there is free memory, and whose
-
-    def let_go(self, values: Mapping[str, str], number: int) -> None:
-        """On each of these streams memory is free from this action on, that of this value."""
-        for stream, value in values.items():
-            self.free.setdefault(stream, (number, value))
-
-    def let_go_of_all(self, number: int) -> None:
-        """All is free from this action on."""
-        self.let_go({stream: value for value, stream in self.facts.home.items()}, number)
-
-    def may_take(self, other: "Life", streams: Iterable[str]) -> bool:
-        """Whether what is taken here on these streams may have been the other's: it was free by then."""
-        return any(stream in other.free and other.free[stream][0] < self.taken for stream in streams)
 
     def shares(self, other: "Life") -> bool:
         """Whether both take from one pool."""
         return bool(self.member.pool) and self.member.pool == other.member.pool
 
     def may_be(self, other: "Life") -> bool:
-        """Whether some memory of both may be one."""
-        if self is other:
-            return True
-        homes, others = self.facts.home.values(), other.facts.home.values()
-        return self.shares(other) and (self.may_take(other, homes) or other.may_take(self, others))
+        """Whether some memory of both may be one: the later one takes what the earlier one has let go of."""
+        return self is other or (self.shares(other) and bool(self.facts.streams & other.facts.streams))
 
     def whose(self, other: "Life") -> int:
         """The rule that keeps them apart: of captures over one pool, or of captures and whoever else is there."""
@@ -102,7 +86,7 @@ class Content:
             return self.where in use.writes
         if use.life is None or use.life is self.life or not self.life.shares(use.life):
             return False
-        return self.life.may_take(use.life, [self.life.facts.home[self.where]])
+        return use.life.taken < self.life.taken and self.life.facts.home[self.where] in use.life.facts.streams
 
 
 @define(eq=False)
@@ -111,11 +95,11 @@ class Captured:
 
     use: Use
     life: Life
-    pending: dict[str, Use] = field(factory=dict)  # launch -> its update
+    pending: dict[str, list[Use]] = field(factory=lambda: defaultdict(list))  # launch -> its updates
     replays: list[Use] = field(factory=list)
 
 
-@define(eq=False)
+@frozen(eq=False)
 class Buffer:
     """A workspace or a staging buffer: its size, and what made it grow last."""
 
@@ -128,10 +112,13 @@ def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
     program, name = member.program, member.name
     root, home = program.memory(), program.home()
     inputs = {put.name: put for put in program.inputs}
-    written = {root[launch.operands[at]] for launch in program.launches for at in launch.op.written()} & set(inputs)
+    written = {root[launch.operands[at]] for launch in program.launches for at in launch.op.written()} & {*inputs}
+    used = {root[one] for launch in program.launches for one in launch.operands} | {
+        root.get(o) for o in program.outputs
+    }
     states = {one for one in inputs if one in written or f"{name}.{one}" in state or inputs[one].role == "state"}
     static = {n for n, put in inputs.items() if put.role == "data" and put.place != "host" and n not in states}
-    buffer = member.staging or f"{name}." if static else ""
+    buffer = member.staging or f"{name}." if static & used else ""
 
     def place(put: str) -> Place:
         return ("input", buffer) if put in static else ("state", state.get(f"{name}.{put}", f"{name}.{put}"))
@@ -141,13 +128,13 @@ def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
     own = {value: home[value] for value in home if root[value] == value}
     outputs = {one: place(root[one]) if root[one] in inputs else root[one] for one in program.outputs if one in root}
     return Facts(
-        reads=frozenset(map(place, states)) | (frozenset([("input", buffer)]) if static else frozenset()),
+        reads=frozenset(map(place, (states | static) & used)),
         writes=frozenset([*map(place, written), *(("workspace", one) for one in workspaces)]),
         lanes=frozenset(group.name if group is not None and group.independent else "" for group in groups),
         home=own,
         outputs=outputs,
-        passing={stream: value for value, stream in own.items() if value not in outputs.values()},
-        buffers=tuple(dict.fromkeys([*workspaces, *dict(member.room), *filter(None, [member.staging])])),
+        streams=frozenset(launch.stream for launch in program.launches),
+        workspaces=tuple(workspaces),
         static=buffer,
         inputs=frozenset(static),
         updatable=tuple(one.results[0] for one in program.launches if one.op.on_host() and one.results),
