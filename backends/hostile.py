@@ -69,6 +69,10 @@ class Move:
     ready: Callable[[], bool] | None = None
 
 
+class HangError(RuntimeError):
+    """Queues that wait for each other."""
+
+
 class Hostile:
     """Queues and running launches of all ranks."""
 
@@ -83,14 +87,15 @@ class Hostile:
     # --- who moves next ----------------------------------------------------
 
     def drive(self, steps: int) -> None:
-        """Let queues move until nothing is left, which takes about so many steps."""
+        """Let queues move until nothing is left, which takes about so many steps; raises `HangError`."""
         queues = self.queues
         choose = self.draw.choice if self.draw.random() < 0.5 else self.by_priority(steps)
         # One look at the head of every queue for every move: nearly all the time that a run takes goes here.
         while ready := [one for one, queue in queues.items() if queue and (not queue[0].ready or queue[0].ready())]:
             queues[choose(ready)].popleft().act()
         left = sum(map(len, queues.values()))
-        assert left == 0, f"{left} moves can never run"
+        if left:
+            raise HangError(f"each of {left} moves waits for another")
 
     def by_priority(self, steps: int) -> Callable[[Sequence[Actor]], Actor]:
         """Queues by a priority of each, which changes at some of these steps."""

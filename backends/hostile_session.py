@@ -65,7 +65,7 @@ def play(
     `given(member, input, turn, rank)` is a tensor, or a tuple of integers for an input on the host; the turns of a
     member are its replays and runs so far, and parameters are those of turn 0.  `states` has the memory of states for
     all ranks, by the first name in `Session.shared`, or "member.input"; it is not written.  Raises `LawError` unless
-    `unchecked`, to see what a fault does, and `InputError` where a state is not there.
+    `unchecked`, to see what a fault does, and `InputError` where a state is not there.  A fault may hang: `HangError`.
     """
     if not unchecked:
         check_session(session)
