@@ -34,7 +34,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from mla_fx.backends.body import body_of
-from mla_fx.backends.device import Device, Issued
+from mla_fx.backends.device import Device, Issued, Pool
 from mla_fx.backends.prepared import Prepared
 from mla_fx.backends.rows import Body, RunError
 from mla_fx.backends.staging import Staging
@@ -144,6 +144,7 @@ class Captured:
     staging: Staging | None
     asks: tuple[tuple[Callable[..., str | None], Launch, tuple[Any, ...]], ...]
     graph: Any = None
+    pool: Pool | None = None
     static: list[Any] = field(factory=list)  # what the graph reads, where the leaves are
     results: list[Any] = field(factory=list)  # what the graph gives, in order; None where an output is an input
     tasks: list[Task] = field(factory=list)
@@ -243,9 +244,7 @@ class Captured:
     def _capture(self, values: list[Any], caller: Any) -> tuple[Any, Recorder]:
         """The graph of the program's launches, in which `values` become what is there at the end."""
         device, module = self.device, self.device.module
-        if device.pool is None:
-            device.pool = module.graph_pool_handle()
-        make = _graph(module)
+        make, pool = _graph(module), device.shared_pool()
         assert make is not None
         graph, stream = make(), device.stream(CAPTURE)
         updated = frozenset(self.program.updatable()) if updates(device) else frozenset[Launch]()
@@ -255,7 +254,7 @@ class Captured:
         module.set_stream(stream)
         device.caller, device.recorder = stream, recorder
         try:
-            graph.capture_begin(pool=device.pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 self.body.issue(values, recorder.call)
             except BaseException:
@@ -268,6 +267,7 @@ class Captured:
         finally:
             device.caller, device.recorder = caller, None
             module.set_stream(caller)
+        self.pool = pool
         return graph, recorder
 
     def _update(self, leaves: Sequence[Any], caller: Any) -> None:

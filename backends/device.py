@@ -13,6 +13,7 @@ a legal order.
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from typing import Any, Final, Protocol
@@ -74,6 +75,13 @@ class Recorder(Protocol):
 Issued = Callable[[Sequence[torch.Tensor], tuple[tuple[int, ...], ...]], None]
 
 
+@frozen(eq=False)
+class Pool:
+    """The memory of all captured programs of a device; it ends with the last of them, which hold it."""
+
+    handle: Any
+
+
 @define(eq=False)
 class Device:
     """`kind` is the type of torch device that tensors are on, as in "npu".
@@ -90,7 +98,7 @@ class Device:
     issuing: Any = field(factory=threading.Lock, repr=False)
     caller: Any = field(default=None, init=False, repr=False)  # the stream that the last program had as its main
     recorder: Recorder | None = field(default=None, init=False, repr=False)  # of the program that is being captured
-    pool: Any = field(default=None, init=False, repr=False)  # the memory of all captured programs
+    pool: Callable[[], "Pool | None"] = field(default=lambda: None, init=False, repr=False)  # a weak reference
 
     @property
     def has_streams(self) -> bool:
@@ -117,6 +125,14 @@ class Device:
         if name not in self.events:
             self.events[name] = self.module.Event()
         return self.events[name]
+
+    def shared_pool(self) -> Pool:
+        """The pool of what is captured now: that of the others, while there are any."""
+        pool = self.pool()
+        if pool is None:
+            pool = Pool(self.module.graph_pool_handle())
+            self.pool = weakref.ref(pool)
+        return pool
 
     def issue(self, call: Issued, tensors: Sequence[torch.Tensor], host: tuple[tuple[int, ...], ...]) -> None:
         """Call an operator that takes integers of the host, all that its op has, in the op's order.

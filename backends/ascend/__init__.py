@@ -41,6 +41,7 @@ from mla_fx.backends.ascend import (
     v_up,
     write_rows,
 )
+from mla_fx.backends.ascend.calls import attention
 from mla_fx.backends.ascend.calls.fractal import fractal
 from mla_fx.backends.table import Table
 from mla_fx.effects import InputError, ops
@@ -80,6 +81,7 @@ TABLE: Final = Table(
         ops.UnpermuteTokens: unpermute_tokens.takes,
         ops.WriteRows: write_rows.takes,
     },
+    updates={ops.CurrentAttention: attention.updates, ops.HistoryAttention: attention.updates},
     forms={
         **common.FORMS,
         ops.QuantGroupedLinear: {"weight": fractal},

@@ -35,7 +35,7 @@ def rule(
         keys = [part.contiguous().unsqueeze(1) for part in (latent, k_rope)]
         how: dict[str, Any] = {"scale": scale, "atten_mask": causal_mask(run), "sparse_mode": 3}
         how["workspace"] = run.scratch(workspace)
-        return fused(q_latent, q_rope, *keys, lengths=query_lengths, keys=query_lengths, padding=0, **how)
+        return fused(q_latent, q_rope, *keys, host=(query_lengths,), padding=0, **how)
     cur, lse = unseen(q_latent)
     end = 0
     for length in query_lengths:

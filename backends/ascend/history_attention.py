@@ -43,7 +43,7 @@ def rule(
             "block_size": latent_cache.shape[1],
             "sparse_mode": 0,
         }
-        return fused(q_latent, q_rope, *caches, lengths=query_lengths, keys=history_lengths, **how)
+        return fused(q_latent, q_rope, *caches, host=(query_lengths, history_lengths), **how)
     hist, lse = unseen(q_latent)
     end, size = 0, latent_cache.shape[1]
     for b, (queries, keys) in enumerate(zip(query_lengths, history_lengths, strict=True)):

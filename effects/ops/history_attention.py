@@ -9,7 +9,8 @@ row j at block_table[b, j // S], j % S:
 
 No mask: all history precedes all new tokens.  A token whose request has no
 history on this rank, and a padding token (t >= sum query_lengths), gets output
-0 and LSE -inf.  Keys and values are the same latent.  Source: MLA decode
+0 and LSE -inf, or +inf where that is what an operator writes: a merge takes
+either for no key.  Keys and values are the same latent.  Source: MLA decode
 (DeepSeek-V2 paper); the history part of the vLLM-Ascend split.
 """
 

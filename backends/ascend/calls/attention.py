@@ -5,10 +5,11 @@ The operator takes bf16 and fp16, L = 512 with R = 64, one KV head, and 1, 2,
 float32, which it does not take, the same is computed with matrix products.
 Of expanded keys it takes P = 128 with R = 64, V = 128, and any head count.
 
-It writes 0 and LSE = +inf where a row sees no key; here that is LSE = -inf.
-Which rows those are is decided by lengths, never by looking at an LSE, and
-rows that no request owns (padding) are not passed to it at all: their output is
-0, and their LSE what the rule says.
+It writes 0 and LSE = +inf where a row sees no key, which is left: merges take
+either infinity for none.  Rows that no request owns (padding) are not passed to
+it: their output is 0, and their LSE what the rule says.  In a captured program
+there are none, since a branch on lengths would stay as it was captured: there
+padding has requests of its own.
 
 History and current part share one workspace of the rank, which the program
 keeps in order: so the operator is called by its `.out` form, in eager mode as
@@ -82,7 +83,7 @@ def expanded(
     out, lse = torch.empty_like(v), v.new_empty(v.shape[:2], dtype=torch.float32)
     if real:
         into = [part[:real] for part in (out, lse)]
-        _call([q.contiguous(), q_rope.contiguous()], (k, k_rope, v), into, lengths, lengths, workspace, how)
+        _call([q.contiguous(), q_rope.contiguous()], (k, k_rope, v), into, (tuple(lengths),), workspace, how)
     if real < len(v):
         out[real:].zero_()
         lse[real:].zero_()
@@ -95,34 +96,42 @@ def fused(
     latent: torch.Tensor,
     k_rope: torch.Tensor,
     *,
-    lengths: Sequence[int],
-    keys: Sequence[int],
+    host: tuple[tuple[int, ...], ...],
     workspace: Scratch,
-    padding: float = -math.inf,
+    padding: float = math.inf,
     **how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`q_latent` [T, H, L], `q_rope` [T, H, R] -> output [T, H, L] and LSE [T, H], `padding` where no request is.
 
-    Request b has the next `lengths[b]` queries and sees `keys[b]` keys; the
-    operator gets them as `actual_seq_kvlen`, where it wants them cumulative
-    (without paging) `how` says so.  `how` is passed on: scale, mask, paging.
+    `host` are the lengths of the op: of each request's queries, and, with paging, of the keys that it sees; without
+    they are its own.  `how` is passed on: scale, mask, paging.
     """
     tokens, heads = q_latent.shape[:2]
     out, lse = q_latent.new_empty(q_latent.shape), q_latent.new_empty((tokens, heads), dtype=torch.float32)
-    real = sum(lengths)
+    real = sum(host[0])
     if real:
         size = next(count for count in HEADS if count >= heads)
         queries = [_padded(part, size) for part in (q_latent, q_rope)]
         into = (out, lse) if size == heads else (torch.empty_like(queries[0]), lse.new_empty((tokens, size)))
-        _call(queries, (latent, k_rope, latent), [part[:real] for part in into], lengths, keys, workspace, how)
+        _call(queries, (latent, k_rope, latent), [part[:real] for part in into], host, workspace, how)
         if size != heads:
             out.copy_(into[0][:, :heads])
             lse.copy_(into[1][:, :heads])
     if real < tokens:
         out[real:].zero_()
-    for start, end, value in _blind(lengths, keys, tokens, padding):
-        lse[start:end].fill_(value)
+        lse[real:].fill_(padding)
     return out, lse
+
+
+def updates(op: Any, q_latent: Aval, *operands: Any) -> str | None:
+    """Why a captured call cannot be updated to these lengths: it is for all tokens of the step."""
+    tokens, lengths = q_latent.shape[0], next(one for one in operands if isinstance(one, tuple))
+    if sum(lengths) == tokens:
+        return None
+    return (
+        f"query_lengths: the sum must be T = {tokens}, tokens of padding being a request's: got {sum(lengths)}, from "
+        f"{lengths}"
+    )
 
 
 def _padded(query: torch.Tensor, size: int) -> torch.Tensor:
@@ -139,55 +148,50 @@ def _call(
     queries: Sequence[torch.Tensor],
     stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     into: Sequence[torch.Tensor],
-    lengths: Sequence[int],
-    keys: Sequence[int],
+    host: tuple[tuple[int, ...], ...],
     workspace: Scratch,
     how: dict[str, Any],
 ) -> None:
     """The operator, on the tokens that requests own.  Its scratch is the program's, not one it gets for itself."""
-    npu = torch.ops.npu
-    ends = list(accumulate(lengths))
+    npu, tokens, real = torch.ops.npu, queries[0].shape[0], len(into[0])
     paged = "block_table" in how
+    other = "block_table" if paged else "atten_mask"
     options = {
         "num_query_heads": queries[0].shape[1],
         "num_key_value_heads": stored[0].shape[1],  # of a latent 1; the default means as many as query heads
         "input_layout": "TND",
         "return_softmax_lse": True,
-        **{"softmax_scale" if name == "scale" else name: value for name, value in how.items()},
+        **{"softmax_scale" if name == "scale" else name: value for name, value in how.items() if name != other},
     }
 
-    def given(tokens: int, ends: list[int], kv: list[int]) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        query, rope = (part[:tokens] for part in queries)
-        key, k_rope, value = stored if paged else (part[:tokens] for part in stored)
+    def given(tensors: Sequence[torch.Tensor], ends: list[int], kv: list[int]) -> tuple[Any, dict[str, Any]]:
+        query, rope, key, k_rope, value, table_or_mask = tensors
         lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": kv}
-        return [query, key, value], {"query_rope": rope, "key_rope": k_rope, **lists, **options}
+        named = {"query_rope": rope, "key_rope": k_rope, other: table_or_mask, **lists, **options}
+        return (query, key, value), named
+
+    def cut(count: int) -> list[torch.Tensor]:
+        key, k_rope, value = stored if paged else (part[:count] for part in stored)
+        return [*(part[:count] for part in queries), key, k_rope, value, how[other]]
 
     def most() -> int:  # bytes for the shapes of the program, whatever the lengths of this step
-        tokens, requests = queries[0].shape[0], len(lengths)
+        requests = len(host[0])
         even = [tokens * (b + 1) // requests for b in range(requests)]
         full = [how["block_table"].shape[1] * how["block_size"]] * requests if paged else even
-        tensors, named = given(tokens, even, full)
+        tensors, named = given(cut(tokens), even, full)
         # As many elements as bytes are needed, but in the dtype of the queries.
         return int(npu._npu_fused_infer_attention_score_v2_get_max_workspace(*tensors, **named).numel())
 
-    tensors, named = given(ends[-1], ends, list(keys) if paged else ends)
+    def issued(tensors: Sequence[torch.Tensor], host: tuple[tuple[int, ...], ...]) -> None:
+        *tensors, room, out, lse = tensors
+        ends = list(accumulate(host[0]))
+        positional, named = given(tensors, ends, list(host[1]) if paged else ends)
+        npu.npu_fused_infer_attention_score_v2.out(*positional, **named, workspace=room, out=[out, lse])
+
     table = tuple(how["block_table"].shape) if paged else ()
-    room = workspace.room((queries[0].shape, queries[0].dtype, stored[0].shape, table, len(lengths)), most)
+    room = workspace.room((queries[0].shape, queries[0].dtype, stored[0].shape, table, len(host[0])), most)
     out, lse = into
-    npu.npu_fused_infer_attention_score_v2.out(*tensors, **named, workspace=room, out=[out, lse.unsqueeze(-1)])
-
-
-def _blind(lengths: Sequence[int], keys: Sequence[int], tokens: int, padding: float) -> list[tuple[int, int, float]]:
-    """Runs of rows that see no key, [start, end), and their LSE: of requests without keys, and behind all requests."""
-    runs: list[tuple[int, int, float]] = []
-    end = 0
-    of_requests = [(count, seen, -math.inf) for count, seen in zip(lengths, keys, strict=True)]
-    for count, seen, value in [*of_requests, (tokens - sum(lengths), 0, padding)]:
-        start, end = end, end + count
-        if count and not seen:
-            joined = runs.pop()[0] if runs and runs[-1][1:] == (start, value) else start
-            runs.append((joined, end, value))
-    return runs
+    workspace.device.issue(issued, (*cut(real), room, out, lse.unsqueeze(-1)), host)
 
 
 def plain(

@@ -8,8 +8,10 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
@@ -19,6 +21,7 @@ from mla_fx.backends.ascend.probe import POINTS, Case, Found, Outcome, Point, Si
 from mla_fx.backends.ascend.probe.run import run
 from mla_fx.backends.ascend.probe.site import grouped
 from mla_fx.effects import InputError, Op, schedule
+from tests.backends.ascend.captured import GIVEN, Pair, batches
 from tests.backends.ascend.conftest import program_of
 from tests.backends.ascend.steps import setup
 from tests.ops.conftest import aval
@@ -331,3 +334,15 @@ def _numbers(move: Any, found: torch.Tensor, sent: torch.Tensor, **how: Any) -> 
 def _rounded(add: Any, total: torch.Tensor, **how: Any) -> None:
     add(total, **how)
     total[-1:].mul_(1 + 2**-7)
+
+
+def captured(member: Member, *, steps: int) -> bool:
+    """Whether captured steps are eager ones, bit for bit, under other seeds in every process."""
+    machine, group = start(member)
+    given = evolve(GIVEN, ranks=member.ranks)
+    backend = backends.get("ascend", ranks=member.ranks, group=group)
+    pair, rng = Pair(given, "attention-aside", backend), np.random.default_rng(7)
+    for number in range(steps):
+        machine.seed(10 * number + member.rank)
+        pair.same(number, batches(given, rng))
+    return True
