@@ -312,8 +312,7 @@ class _Checker:
     def fill(self, fill: Fill, captured: Captured) -> None:
         static = captured.life.facts.static
         use = self.use(fill, fill.stream, self.sources(fill.takes), [("input", static)] if static else [])
-        if use.reads & use.writes:
-            self.wrong(2, f"{use} takes outputs from where it writes; missing: a copy of them", use, use)
+        self.apart(fill, use)
         self.spoil(use)
         self.filled[static] = (fill.member, use)
 
@@ -359,14 +358,16 @@ class _Checker:
     def static(self, captured: Captured, use: Use) -> None:
         """Static inputs hold what was last filled for this program, and their memory has not been let go of."""
         place, member = captured.life.facts.static, captured.life.member
+        if not place:
+            return
         whose, fill = self.filled.get(place, ("", None))
         drop = self.dropped.get(place)
         if drop is not None:
             text = f"{use} takes static inputs, whose memory is anybody's since {drop}"
             self.wrong(7, f"{text}; missing order: {use} -> {drop}", drop, use)
-        if place and fill is None:
+        if fill is None:
             self.wrong(1, f"{use} takes static inputs; missing: fill {member.name}", captured.use, use)
-        elif place and whose != member.name:
+        elif whose != member.name:
             text = f"{use} takes static inputs from {place!r}, which holds those of {fill}"
             self.wrong(7, f"{text}; missing: fill {member.name}", fill, use)
 
@@ -376,9 +377,15 @@ class _Checker:
         reads = [place for place in facts.reads if place[0] == "state"]
         writes = [*facts.writes, *self.replaced(dict(member.room))]
         use = self.use(run, MAIN, [*reads, *self.sources(run.takes)], writes, facts.lanes, life)
+        self.apart(run, use)
         self.room(dict(member.room), use)
         self.take(life)
         self.gives(use, life)
+
+    def apart(self, action: Fill | Run, use: Use) -> None:
+        """Rule 2: what is taken does not lie where the action itself writes."""
+        if use.writes.intersection(self.sources(action.takes)):
+            self.wrong(2, f"{use} takes outputs from where it writes; missing: a copy of them", use, use)
 
     def sources(self, takes: tuple[Taken, ...]) -> list[Place]:
         """The outputs that are taken, and the memory that they lie in where that has a name."""
