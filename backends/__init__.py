@@ -14,7 +14,6 @@ from mla_fx.backends.contract import ContractError as ContractError
 from mla_fx.backends.device import Device as Device
 from mla_fx.backends.device import Run as Run
 from mla_fx.backends.device import device as device
-from mla_fx.backends.membership import agree as agree
 from mla_fx.backends.membership import join as join
 from mla_fx.backends.peers import PeerError as PeerError
 from mla_fx.backends.prepared import Prepared as Prepared

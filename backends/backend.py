@@ -8,6 +8,7 @@ An executable belongs to its process and is not re-entrant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -79,6 +80,20 @@ class Backend:
     def share(self, value: Any) -> list[Any]:
         """What every rank says, told to all, by rank: small values on the host, that can be pickled."""
         return self.world.share(value)
+
+    def agree(self, stated: Mapping[str, object]) -> None:
+        """What is `stated`, by field, must be the same in all processes of the group, all of which come here.
+
+        Values are compared as text, long ones by a digest.  Raises `InputError` in every process where they differ,
+        with the field, what is said and by which ranks, and `PeerError` where one does not come.
+        """
+        if (peers := self.world.peers) is not None:
+            with peers.step():
+                peers.agree("agree", stated)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Where the host waits for results: an error of the transport names the rank that was lost (`PeerError`)."""
+        return nullcontext() if self.world.peers is None else self.world.peers.reading()
 
     def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Backend":
         """This backend with rules added or replaced."""
@@ -158,7 +173,7 @@ class Backend:
             return self._compiled(program, prepared, unchecked, capture)
         with peers.step():
             made = self._compiled(program, prepared, unchecked, capture)
-            peers.agree("compile", {"program": made.program})
+            peers.agree("compile", {"program": f"{made.program}\n{made.program.inputs}"})
         collectives = tuple(launch for launch in made.program.launches if launch.op.communicates)
         return InGroup(made.program, made.load, made.body, made.pack, peers, collectives)
 

@@ -83,6 +83,8 @@ class Board:
     step: int = 0
     collective: int = 0
     waiting: bool = False
+    #: What is done, by the thread of the board, when the process still waits a quarter behind its time-out.
+    overdue: Callable[[], None] | None = None
     #: By this process's clock: since when it waits, and when the store last answered, and last gave the beats of all.
     began: float = field(factory=time.monotonic)
     answered: float = field(factory=time.monotonic)
@@ -140,14 +142,19 @@ class Board:
             self.store.set(f"said/{self.rank}", json.dumps(asdict(notice)))
             self.store.add("rung", 1)
 
-        with suppress(TimeoutError, RuntimeError):  # who cannot be told learns it as of one that has died
-            self.ask(write, self.timeout / 4)
+        if self._answers():
+            with suppress(TimeoutError, RuntimeError):  # who cannot be told learns it as of one that has died
+                self.ask(write, self.timeout / 4)
 
     def close(self) -> None:
         """Beat no more; the thread ends, unless the store holds it."""
         self.closed = True
         self._bell.set()
-        self._thread.join(self.timeout / 4)
+        self._thread.join(self.timeout / 4 if self._answers() else 0)
+
+    def _answers(self) -> bool:
+        """Whether the store has answered lately."""
+        return time.monotonic() - self.answered < self.timeout / 4
 
     # --- in the thread of the board ----------------------------------------------
 
@@ -163,6 +170,8 @@ class Board:
                 self._try(partial(self.store.set, f"beat/{self.rank}", f"{beat} {self.step} {self.collective}"))
             if self.waiting:
                 self._try(partial(self._hear, beats))
+                if (overdue := self.overdue) is not None and time.monotonic() > self.began + 1.25 * self.timeout:
+                    overdue()
             self._bell.wait(max(0.0, min(due - time.monotonic(), _LISTENING if self.waiting else self.period)))
         self._work()
 

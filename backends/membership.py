@@ -1,8 +1,8 @@
-"""A process joins the others: the group, with the time-out that holds for all that it waits for, and what all agree on.
+"""A process joins the others: the group, with the time-out that holds for all that it waits for.
 
 with backends.join("gloo", timeout=30) as group:
-    backends.agree(group, {"model": digest, ...})
-    backend = backends.get("cpu", ranks=..., group=group)
+    backend = backends.get("cpu", ranks=8, group=group)
+    backend.agree({"model": ...})
 """
 
 import math
@@ -59,21 +59,12 @@ def join(
         yield group
     except BaseException as error:
         peers.failed(error)
-        raise
-    finally:
         peers.leave()
-        dist.destroy_process_group()
-
-
-def agree(group: Any, stated: Mapping[str, object]) -> None:
-    """Hold what this process states, by field, against what the other processes of the group do; all come here.
-
-    Values are compared as text, long ones by a digest.  Raises `InputError` on every rank where they differ, with the
-    field, the values and the ranks; `PeerError` where a rank does not come.
-    """
-    peers = Peers.of(group)
-    with peers.step():
-        peers.agree("agree", stated)
+        if kind == "gloo":  # a device that has failed would be waited for
+            dist.destroy_process_group()
+        raise
+    peers.leave()
+    dist.destroy_process_group()
 
 
 def _check(kind: str, timeout: float, given: tuple[Any, ...]) -> None:

@@ -15,6 +15,9 @@ import atexit
 import ctypes
 import hashlib
 import json
+import os
+import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +40,10 @@ _LONGEST: Final = 600
 _SHORT: Final = 80
 
 
+#: Why a rank is lost that Ctrl-C, a signal or an exit has ended.
+STOPPED: Final = "it was stopped"
+
+
 class PeerError(RuntimeError):
     """Another rank was lost: `ranks` are those, `why` is what is known of them, `where` is what they did not come to.
 
@@ -46,17 +53,17 @@ class PeerError(RuntimeError):
 
     def __init__(self, ranks: Iterable[int], why: str, where: str = "") -> None:
         self.ranks, self.why, self.where = tuple(ranks), why, where
-        super().__init__(f"{where}: " * bool(where) + f"lost {_named(self.ranks)}: {why}")
+        super().__init__(f"{where}: " * bool(where) + f"lost {_who(self.ranks)}: {why}")
 
-    def at(self, launch: Launch) -> "PeerError":
-        """The same, of this launch."""
-        return PeerError(self.ranks, self.why, _where(launch))
+    def at(self, where: str | Launch) -> "PeerError":
+        """The same, of what the ranks did not come to."""
+        return PeerError(self.ranks, self.why, where if isinstance(where, str) else _where(where))
 
     def __reduce__(self) -> Any:
         return PeerError, (self.ranks, self.why, self.where)
 
 
-def _named(ranks: tuple[int, ...]) -> str:
+def _who(ranks: tuple[int, ...]) -> str:
     if not ranks:
         return "the group"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -81,6 +88,7 @@ class Peers:
 
     group: Any
     board: Board
+    keeper: int | None  # the rank whose process holds the store, where it is one of theirs
     #: The collectives of the step that runs, for errors that come up where the host waits for its device.
     collectives: tuple[Launch, ...] = field(default=(), init=False)
     _said: Notice | None = field(default=None, init=False)
@@ -94,7 +102,7 @@ class Peers:
             _MADE[name] += 1  # a group that is made anew may have the store of the one before
             store = dist.distributed_c10d.PrefixStore(f"mla_fx/{_MADE[name]}", group.get_group_store().clone())
             board = Board(store, dist.get_rank(group), dist.get_world_size(group), timeout or _timeout(group))
-            found = _HERE[name] = cls(group, board)
+            found = _HERE[name] = cls(group, board, _keeper(group))
             atexit.register(found.leave)
         return found
 
@@ -109,8 +117,20 @@ class Peers:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, RuntimeError) and re.search("hccl|nccl", str(error), re.IGNORECASE):
+                self._named(error)
             self.failed(error)
             raise
+
+    @contextmanager
+    def making(self, what: str) -> Iterator[None]:
+        """All ranks make something in here, which waits for the others by itself, and raises `RuntimeError`."""
+        with self.step(), self.listening() as end:
+            self.board.collective += 1
+            try:
+                yield
+            except RuntimeError as error:
+                raise self._lost(end, str(error)).at(what) from None
 
     def meet(self, work: Any, where: str = "") -> None:
         """A collective of hosts has been issued: wait for it.  `where` is for errors, until a launch is known."""
@@ -121,7 +141,7 @@ class Peers:
             try:
                 self._wait(work)
             except PeerError as error:
-                raise PeerError(error.ranks, error.why, where) from None
+                raise error.at(where) from None
 
     def issued(self, work: Any) -> None:
         """A collective of devices has been issued: its stream waits for it, and the host for nothing."""
@@ -133,7 +153,7 @@ class Peers:
         _let_run_out()
         if not isinstance(error, PeerError):
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-            why = "it was stopped" if stopped else f"it raised {type(error).__name__}: {error}"
+            why = STOPPED if stopped else f"it raised {type(error).__name__}: {error}"
             self._tell((self.board.rank,), why[:_LONGEST])
 
     def leave(self) -> None:
@@ -147,11 +167,7 @@ class Peers:
         self.board.close()
 
     def agree(self, where: str, stated: Mapping[str, object]) -> None:
-        """What is `stated`, by field, must be the same on all ranks, all of which come here in the same step.
-
-        Raises `InputError` on all of them where it is not, naming the fields and the ranks, and `PeerError` where one
-        does not come.  Values are compared as text.
-        """
+        """See `Backend.agree`; part of a step."""
         texts = self._gathered(where, json.dumps({name: _short(str(value)) for name, value in stated.items()}))
         by_rank = [json.loads(text) for text in texts]
         for name in dict.fromkeys(name for said in by_rank for name in said):
@@ -159,7 +175,7 @@ class Peers:
             for rank, said in enumerate(by_rank):
                 saying.setdefault(said.get(name, "nothing"), []).append(rank)
             if len(saying) > 1:
-                got = "; ".join(f"{value} on {_named(tuple(ranks))}" for value, ranks in saying.items())
+                got = "; ".join(f"{value} on {_who(tuple(ranks))}" for value, ranks in saying.items())
                 raise InputError(f"{name}: must be the same on all ranks of the group: got {got}")
 
     # --- how it waits -----------------------------------------------------------------
@@ -172,6 +188,52 @@ class Peers:
             yield time.monotonic() + self.board.timeout
         finally:
             self.board.listen(False)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The host waits in here for what its device computes, and so for others.
+
+        Where the device's transport fails, whoever was lost is named; which collective its device was in is not known.
+        Where a rank was lost and the transport does not fail in time, the process is ended: nothing else ends the wait.
+        """
+        board, began = self.board, time.monotonic()
+        board.began, board.waiting, board.overdue = began, True, self._end
+        try:
+            yield
+        except RuntimeError as error:
+            self._named(error, late=time.monotonic() > began + 0.75 * board.timeout)
+            raise
+        finally:
+            board.waiting, board.overdue = False, None
+
+    def _named(self, error: RuntimeError, *, late: bool = False) -> None:
+        """Raise `PeerError` where a device has failed because a rank was lost; what it says itself need not tell.
+
+        `late`: it may have failed because the time of its transport was up.
+        """
+        if isinstance(error, PeerError):
+            return
+        with self.listening():
+            half = self.board.timeout / 2
+            found = self._verdict(time.monotonic() + half, str(error), patience=half / 2, behind=late)
+        if found.ranks:
+            self._tell(found.ranks, found.why)
+            raise found.at(self._reached(found.ranks)) from None
+
+    def _end(self) -> None:
+        """The time is up, and the host still waits for its device, as for a transport with a time-out of its own."""
+        found = self._verdict(0.0, "", patience=self.board.timeout / 2)
+        if found.ranks:
+            print(f"{type(found).__name__}: {found.at(self._reached(found.ranks))}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _reached(self, ranks: tuple[int, ...]) -> str:
+        """Up to where these ranks are known to have come."""
+        step, collective = min((self.board.heard[rank].place for rank in ranks), default=(-1, 0))
+        at = collective if step == self.board.step else 0
+        if at >= len(self.collectives):
+            return "a collective"
+        return f"{_where(self.collectives[at])} or one behind it"
 
     def _wait(self, work: Any) -> None:
         """For a collective that does not come at once."""
@@ -202,26 +264,32 @@ class Peers:
 
     def _lost(self, end: float, broken: str = "") -> PeerError:
         """Who was lost, told to all; `broken` is what the transport said."""
-        error = self._verdict(end, broken)
+        half = self.board.timeout / 2  # after so long, a transport that fails may have run out of time itself
+        error = self._verdict(end, broken, patience=half / 2 if broken and time.monotonic() < end - half else half)
         self._tell(error.ranks, error.why)
         _let_run_out()
         return error
 
-    def _verdict(self, end: float, broken: str) -> PeerError:
+    def _verdict(self, end: float, broken: str, *, patience: float, behind: bool = True) -> PeerError:
+        """Who was lost, as soon as that is clear: who is silent for `patience` seconds, after `end` who is `behind`."""
         board = self.board
-        half = board.timeout / 2  # after so long, a transport that fails may have run out of time itself
-        patience = half / 2 if broken and time.monotonic() < end - half else half
         while (said := self._told()) is None:
             if board.unanswered() > patience:
-                return PeerError((), f"its store has not answered for {board.unanswered():.1f} s")
+                return self._storeless(board.unanswered())
             others = (rank for rank in range(board.ranks) if rank != board.rank)
             silent = {rank: silence for rank in others if (silence := board.silence(rank)) > patience}
             if silent:
                 return PeerError(silent, f"not heard of for {min(silent.values()):.1f} s: dead or stopped")
             if time.monotonic() > end:
-                return self._behind(broken)
+                return self._behind(broken) if behind else PeerError((), broken)
             time.sleep(0.01)
         return PeerError(said.ranks, said.why)
+
+    def _storeless(self, silence: float) -> PeerError:
+        """Nobody can be asked."""
+        if self.keeper is None:
+            return PeerError((), f"its store has not answered for {silence:.1f} s")
+        return PeerError((self.keeper,), f"the store, which it holds, has not answered for {silence:.1f} s")
 
     def _behind(self, broken: str) -> PeerError:
         """Who has come less far than all others."""
@@ -252,9 +320,9 @@ class Peers:
                 found: list[bytes] = board.ask(partial(board.store.multi_get, keys), board.timeout)
                 return found
         except PeerError as error:
-            raise PeerError(error.ranks, error.why, where) from None
-        except TimeoutError as error:
-            raise PeerError((), str(error), where) from None
+            raise error.at(where) from None
+        except TimeoutError:
+            raise self._storeless(board.timeout).at(where) from None
 
 
 #: By the name of the group; and how many have been made of that name.
@@ -275,6 +343,18 @@ def _timeout(group: Any) -> float:
             continue
         return found.total_seconds()
     return 1800.0
+
+
+def _keeper(group: Any) -> int | None:
+    """The rank that holds the store of a group: 0 of all, unless it is a file, or with whoever started them."""
+    store = group.get_group_store()
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    held = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    if not held or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    members = dist.get_process_group_ranks(group)
+    return members.index(0) if 0 in members else None
 
 
 def _let_run_out() -> None:

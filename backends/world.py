@@ -159,10 +159,11 @@ class Processes:
             raise InputError(f"ranks: must be the size of the group, {size}: got {self.layout.size}, {self.layout}")
         object.__setattr__(self, "peers", Peers.of(self.group))
         made: dict[tuple[int, ...], Any] = {}
-        for name in ("ep", "tp", "dcp"):
-            members = self.layout.members(name, self.here.start)
-            if members not in made:
-                made[members] = self._made(members)
+        with self.peers.making("groups of the layout"):
+            for name in ("ep", "tp", "dcp"):
+                members = self.layout.members(name, self.here.start)
+                if members not in made:
+                    made[members] = self._made(members)
         of = {name: made[self.layout.members(name, self.here.start)] for name in ("ep", "tp", "dcp")}
         object.__setattr__(self, "_of", of)
 
@@ -173,7 +174,10 @@ class Processes:
         if len(members) == self.layout.size:
             return self.group
         ranks = [dist.get_global_rank(self.group, rank) for rank in members]
-        kind, limit = dist.get_backend(self.group), timedelta(seconds=self.peers.board.timeout)
+        return self._made_of(ranks, dist.get_backend(self.group))
+
+    def _made_of(self, ranks: list[int], kind: str) -> Any:
+        limit = timedelta(seconds=self.peers.board.timeout)
         return dist.new_group(ranks, backend=kind, timeout=limit, use_local_synchronization=True)
 
     @property
@@ -257,8 +261,8 @@ class Processes:
         if not self._beside:
             own = any("gloo" in kind for kind in dist.get_backend_config(self.group).split(","))
             members = dist.get_process_group_ranks(self.group)
-            made = self.group if own else dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            self._beside.append(made)
+            with self.peers.making("group of hosts"):
+                self._beside.append(self.group if own else self._made_of(members, "gloo"))
         return self._beside[0]
 
     @staticmethod

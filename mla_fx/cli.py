@@ -4,7 +4,9 @@ An edge of the package: it chooses backends and reads checkpoints.
 """
 
 import argparse
+import contextlib
 import importlib
+import math
 import os
 import re
 import sys
@@ -13,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends.peers import STOPPED, PeerError
+from mla_fx.cli_group import first_to_say, place
+from mla_fx.cli_processes import launch
 from mla_fx.decode import QUANTIZATIONS
 from mla_fx.effects import InputError, LawError, Orchestration, ScheduleError
 from mla_fx.effects.aval import FLOATS, ShapeError
@@ -104,17 +109,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _must_be_directory(options.model)
+        if getattr(options, "processes", None) is not None and place() is None:
+            given = sys.argv[1:] if arguments is None else arguments
+            return launch(given, options.processes, patience=options.timeout)
         status: int = options.run(options)
         return status
     except (InputError, ShapeError, ScheduleError, LawError) as error:
-        print(f"mla-fx {options.command}: {error}", file=sys.stderr)
-        return 2
+        return _said(f"mla-fx {options.command}: {error}", 2)
+    except PeerError as error:
+        if error.why == STOPPED:
+            return _said(f"\nmla-fx {options.command}: stopped", 130)
+        return _said(f"mla-fx {options.command}: {error}", 1)
     except KeyboardInterrupt:
-        print(f"\nmla-fx {options.command}: stopped", file=sys.stderr)
-        return 130
+        return _said(f"\nmla-fx {options.command}: stopped", 130)
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _said(text: str, status: int) -> int:
+    """In a group of processes, by one of those that have the same to say."""
+    if first_to_say(text):
+        print(text, file=sys.stderr)
+    return status
 
 
 def _must_be_directory(model: str | None) -> None:
@@ -181,7 +198,13 @@ def _command(commands: Any, name: str, line: str, text: str, run: Callable[..., 
 def _shape_options(parser: argparse.ArgumentParser, *, small: bool) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR", help="checkpoint directory (default: built in)")
-    add("--ranks", type=_count, default=2 if small else 8, metavar="W", help="ranks of the group (default %(default)s)")
+    add(
+        "--ranks",
+        type=_count,
+        default=None if small else 8,
+        metavar="W",
+        help="ranks of the group (default: " + ("as many as processes, and 2 in one process)" if small else "8)"),
+    )
     add(
         "--block-size",
         type=_count,
@@ -229,7 +252,27 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--backend", choices=sorted(backends.NAMED), default="cpu", help="what runs the steps (default %(default)s)")
     add("--emulate", action="store_true", help="run --backend ascend on the emulated CANN, without an NPU")
-    add("--requests", type=_count, default=2, metavar="B", help="requests in the batch (default %(default)s)")
+    add(
+        "--layout",
+        metavar="tp=T,dcp=C,dp=D",
+        help="ranks by group: T of them share heads, C of these the sequence, and there are D replicas, each with "
+        "requests of its own (default: all share both)",
+    )
+    add("--processes", type=_count, metavar="N", help="run in N processes of this machine, one for each rank")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long a process waits for the others, at most (default %(default)g)",
+    )
+    add(
+        "--requests",
+        type=_count,
+        default=2,
+        metavar="B",
+        help="requests in the batch, of each replica (default %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
     add("--adversary", type=int, metavar="SEED", help="run on the hostile machine, or the emulated one, with this seed")
 
@@ -288,6 +331,13 @@ def _natural(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0: got {text!r}")
+
+
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1: got {text!r}")
@@ -317,15 +367,19 @@ def named(path: str, option: str) -> Any:
 
 
 def _decode(options: argparse.Namespace) -> int:
-    from mla_fx.cli_decode import decode  # torch's operators are loaded only where something runs
+    from mla_fx.cli_backend import together  # torch's operators are loaded only where something runs
+    from mla_fx.cli_decode import decode
 
-    return decode(options, chosen_orchestration(options.orchestration))
+    with together(options):
+        return decode(options, chosen_orchestration(options.orchestration))
 
 
 def _generate(options: argparse.Namespace) -> int:
+    from mla_fx.cli_backend import together
     from mla_fx.cli_generate import generate
 
-    return generate(options, chosen_orchestration(options.orchestration))
+    with together(options):
+        return generate(options, chosen_orchestration(options.orchestration))
 
 
 def _probe(options: argparse.Namespace) -> int:

@@ -1,24 +1,64 @@
 """The backend that a command asks for, emulated where it asks for that, and the sizes that all commands have."""
 
 import argparse
+import contextlib
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
+
+import torch.distributed as dist
 
 from mla_fx import StepShape, attention_step, backends
 from mla_fx.backends import Backend
+from mla_fx.cli_group import joined, place
 from mla_fx.effects import InputError
+from mla_fx.layout import Layout, layout_of
 from mla_fx.models import ModelConfig
 
 
-def chosen(options: argparse.Namespace) -> Backend:
-    """`--backend`, with `--emulate` over the emulated CANN; `--adversary` is the seed of either hostile machine."""
-    if not options.emulate:
-        return backends.get(options.backend, ranks=options.ranks, adversary=options.adversary)
-    if options.backend != "ascend":
-        raise InputError(f"--emulate: is for --backend ascend: got --backend {options.backend}")
-    from mla_fx.backends.ascend.emulator import emulate
+@contextlib.contextmanager
+def together(options: argparse.Namespace) -> Iterator[None]:
+    """The device of `--backend`, ready for use, the `Layout` that is asked for, and the group of processes or None.
 
-    emulate(seed=options.adversary or 0)
-    return backends.get("ascend", ranks=options.ranks)
+    They are `options.layout` and `options.group`.  Without `--layout` and `--ranks` there is a rank for each process.
+    """
+    if options.emulate:
+        if options.backend != "ascend":
+            raise InputError(f"--emulate: is for --backend ascend: got --backend {options.backend}")
+        from mla_fx.backends.ascend.emulator import emulate
+
+        emulate(seed=options.adversary or 0)
+    found = place()
+    size = None if found is None else found[1]
+    if options.processes not in (None, size):
+        raise InputError(f"--processes: must be as many as there are, {size}: got {options.processes}")
+    options.layout = _layout(options, size or 2)
+    options.group = None
+    if found is None:
+        yield
+        return
+    if options.backend == "ascend" and not options.emulate:
+        import_module("mla_fx.backends.ascend").require_torch_npu()
+    with joined(options.backend, options.timeout) as options.group:
+        yield
+
+
+def _layout(options: argparse.Namespace, ranks: int) -> Layout:
+    if options.layout is None:
+        return layout_of(options.ranks or ranks)
+    layout = Layout.parse(options.layout)
+    if options.ranks not in (None, layout.size):
+        raise InputError(f"--ranks: must be those of --layout, {layout.size}, or not be given: got {options.ranks}")
+    return layout
+
+
+def chosen(options: argparse.Namespace, name: str | None = None) -> Backend:
+    """`--backend`, or the one called `name`, in one process or in this process's group."""
+    seed = None if options.emulate or name else options.adversary  # the emulator has it
+    if options.group is None:
+        return backends.get(name or options.backend, ranks=options.layout, adversary=seed)
+    group = options.group if name is None else dist.new_group(backend="gloo")
+    return backends.get(name or options.backend, ranks=options.layout, adversary=seed, group=group)
 
 
 def dtype(options: argparse.Namespace, config: ModelConfig, backend: Backend) -> str:
@@ -37,6 +77,6 @@ def _refused(backend: Backend, config: ModelConfig, dtype: str) -> bool:
 
 
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `StepShape` that every command asks for, each by its own name."""
-    names = ("ranks", "block_size", "replicate_query", "project_before_merge", "round_angles", "quantization")
-    return {name: getattr(options, name) for name in names}
+    """The fields of a `StepShape` that every command asks for, each by its own name; `ranks` may be a layout."""
+    names = ("block_size", "replicate_query", "project_before_merge", "round_angles", "quantization")
+    return {name: getattr(options, name) for name in names} | {"ranks": getattr(options, "layout", options.ranks)}

@@ -1,18 +1,20 @@
 """`mla-fx decode`: prompts, then decode steps, on one backend and beside it on the reference."""
 
 import argparse
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from attrs import define, field
 from tqdm import tqdm
 
-from mla_fx import StepShape, backends
+from mla_fx import StepShape
 from mla_fx.cli_backend import chosen, dtype, sizes
 from mla_fx.effects import InputError, Orchestration
+from mla_fx.layout import Layout, layout_of
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.runner import Piece
@@ -29,11 +31,11 @@ class Lane:
     runner: Runner
     seconds: float = field(default=0.0)
 
-    def forward(self, pieces: Sequence[Piece], rows: Sequence[int], *, filling: bool) -> torch.Tensor:
-        """Logits of the tokens numbered `rows`."""
+    def forward(self, pieces: Sequence[Sequence[Piece]], *, filling: bool) -> list[torch.Tensor | None]:
+        """Logits of all tokens, of each replica whose first rank is here."""
         start = time.perf_counter()
-        (logits,), _ = self.runner.forward([pieces], [rows], filling=filling)
-        assert logits is not None  # all ranks run here
+        rows = [range(sum(len(piece.tokens) for piece in mine)) for mine in pieces]
+        logits, _ = self.runner.forward(pieces, rows, filling=filling)
         self.seconds += time.perf_counter() - start
         return logits
 
@@ -71,6 +73,11 @@ class Comparison:
         self.same += int((found.argmax(1) == right.argmax(1)).sum())
         self.rows += len(right)
 
+    def __add__(self, other: "Comparison") -> "Comparison":
+        """Of both together."""
+        counted = (getattr(self, name) + getattr(other, name) for name in ("squares", "numbers", "same", "rows"))
+        return Comparison(max(self.largest, other.largest), *counted)
+
     def __str__(self) -> str:
         typical = math.sqrt(self.squares / self.numbers)
         return (
@@ -94,14 +101,14 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
             f"got {longest}"
         )
     made = [chosen(options)]
-    shape = _shape(options, len(prompts), longest, dtype(options, config, made[0]))
+    shape = _shape(options, longest, dtype(options, config, made[0]))
     name = options.model or "built-in model, trained to add"
     heads = f"{config.attention.num_attention_heads} heads, latent {config.attention.kv_lora_rank}"
     print(f"{name}: {config.num_hidden_layers} layers, {heads}")
-    print(f"{options.backend}, {options.ranks} ranks, {shape.dtype}, {orchestration.name} ({options.mode})")
+    print(f"{options.backend}, {_ranks(options.layout)}, {shape.dtype}, {orchestration.name} ({options.mode})")
 
     if not options.no_reference:
-        made.append(backends.get("reference", ranks=options.ranks))
+        made.append(chosen(options, "reference"))
     lanes = [
         Lane(
             Runner.load(
@@ -117,27 +124,33 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
         )
         for backend in made
     ]
-    width = shape.table_width
-    requests = [Request(list(prompt), list(range(b * width, (b + 1) * width))) for b, prompt in enumerate(prompts)]
+    width, count = shape.table_width, shape.requests
+    requests = [
+        Request(list(prompt), list(range(b % count * width, (b % count + 1) * width)))
+        for b, prompt in enumerate(prompts)
+    ]
     end = () if _drawn(options) else config.eos_token_id
-    comparison = Comparison()
-    _run(lanes, requests, comparison, generator, options, end)
+    comparison = _run(lanes, [requests[b : b + count] for b in range(0, len(requests), count)], generator, options, end)
     if not _drawn(options):
         for request, (prompt, _) in zip(requests, problems(len(requests), seed=options.seed), strict=True):
             print(f"{prompt} {Tokenizer(DIRECTORY).decode(request.until(end))}")
     tokens = sum(len(request.new) for request in requests)
     print(f"{tokens} tokens in {lanes[0].seconds:.2f} s: {tokens / lanes[0].seconds:.1f} tokens per second")
-    if len(lanes) == 2:
+    if comparison is not None:
         print(comparison)
     return 0
 
 
-def _shape(options: argparse.Namespace, requests: int, longest: int, dtype: str) -> StepShape:
-    """Sizes in which every request has blocks for `longest` positions."""
-    width = -(-longest // (options.block_size * options.ranks))
+def _ranks(layout: Layout) -> str:
+    return f"{layout.size} ranks" + ("" if layout == layout_of(layout.size) else f" ({layout})")
+
+
+def _shape(options: argparse.Namespace, longest: int, dtype: str) -> StepShape:
+    """Sizes in which every request of a replica has blocks for `longest` positions."""
+    width = -(-longest // (options.block_size * options.layout.dcp))
     return StepShape(
-        requests=requests,
-        blocks=requests * width,
+        requests=options.requests,
+        blocks=options.requests * width,
         table_width=width,
         dtype=dtype,
         **sizes(options),
@@ -151,58 +164,87 @@ def _drawn(options: argparse.Namespace) -> bool:
 
 def _prompts(options: argparse.Namespace, vocabulary: int, generator: torch.Generator) -> list[list[int]]:
     """Tokens at random; or, of the built-in model and without a length, problems it can solve."""
+    requests = options.requests * options.layout.dp
     if _drawn(options):
         count = 40 if options.prompt is None else options.prompt
-        drawn: list[list[int]] = torch.randint(vocabulary, (options.requests, count), generator=generator).tolist()
+        drawn: list[list[int]] = torch.randint(vocabulary, (requests, count), generator=generator).tolist()
         return drawn
     tokenizer = Tokenizer(DIRECTORY)
-    return [tokenizer.encode(prompt) for prompt, _ in problems(options.requests, seed=options.seed)]
+    return [tokenizer.encode(prompt) for prompt, _ in problems(requests, seed=options.seed)]
+
+
+@define
+class _Steps:
+    """Steps of all lanes, each replica with the requests that are its own."""
+
+    lanes: list[Lane]
+    comparisons: list[Comparison] = field(init=False)  # of each replica; those count that are made with its first rank
+
+    def __attrs_post_init__(self) -> None:
+        self.comparisons = [Comparison() for _ in range(self.lanes[0].runner.replicas)]
+
+    def forward(self, pieces: list[list[Piece]], *, filling: bool) -> list[list[int]]:
+        """The likeliest token behind each token of each replica."""
+        found, *right = [lane.forward(pieces, filling=filling) for lane in self.lanes]
+        for beside in right:
+            for comparison, ours, exactly in zip(self.comparisons, found, beside, strict=True):
+                if ours is not None and exactly is not None and len(ours):
+                    comparison.add(ours, exactly)
+        best = [None if logits is None else logits.argmax(1).tolist() for logits in found]
+        return self.lanes[0].runner.decided(best)
+
+    def fill(self, row: Sequence[Request]) -> list[int]:
+        """Bring a prompt of each replica into its cache, chunk after chunk; the tokens behind them."""
+        following = [0] * len(row)
+        for start in range(0, max(len(request.tokens) for request in row), CHUNK):
+            cuts = [request.tokens[start : start + CHUNK] for request in row]
+            pieces = [
+                [Piece(tokens=cut, start=start, table=request.table)] if cut else []
+                for request, cut in zip(row, cuts, strict=True)
+            ]
+            best = self.forward(pieces, filling=True)
+            following = [mine[-1] if mine else before for mine, before in zip(best, following, strict=True)]
+        return following
+
+    def compared(self) -> Comparison | None:
+        """Of all replicas together; None where nothing runs beside."""
+        every: list[Comparison] = self.lanes[0].runner.decided(self.comparisons)
+        return functools.reduce(Comparison.__add__, every) if len(self.lanes) == 2 else None
 
 
 def _run(
     lanes: list[Lane],
-    requests: list[Request],
-    comparison: "Comparison",
+    replicas: list[list[Request]],
     generator: torch.Generator,
     options: argparse.Namespace,
     end: Sequence[int],
-) -> None:
+) -> Comparison | None:
     """Prompts and greedy steps on every lane, until the steps are over or every text has ended."""
     vocabulary, extra = lanes[0].runner.config.vocab_size, options.new_tokens - 1
-
-    def forward(pieces: list[Piece], *, filling: bool) -> torch.Tensor:
-        rows = range(sum(len(piece.tokens) for piece in pieces))
-        found = [lane.forward(pieces, rows, filling=filling) for lane in lanes]
-        if len(found) == 2:
-            comparison.add(*found)
-        return found[0]
-
+    steps, requests = _Steps(lanes), [request for mine in replicas for request in mine]
     with tqdm(total=options.steps + 1, unit="step", desc="prompt", leave=False, disable=None) as bar:
-        following = [_fill(forward, request) for request in requests]
+        rows = [steps.fill(row) for row in zip(*replicas, strict=True)]
+        following = [list(mine) for mine in zip(*rows, strict=True)]
         bar.update()
         bar.set_description("decode")
         for lane in lanes:
             lane.seconds = 0.0
         for _ in range(options.steps):
             # Behind the token that is known, drafts at random, as speculative decoding sends them: none is accepted.
-            drafts = torch.randint(vocabulary, (len(requests), extra), generator=generator).tolist()
+            drafts = iter(torch.randint(vocabulary, (len(requests), extra), generator=generator).tolist())
             pieces = [
-                Piece(tokens=[token, *more], start=len(request.tokens), table=request.table)
-                for request, token, more in zip(requests, following, drafts, strict=True)
+                [
+                    Piece(tokens=[token, *next(drafts)], start=len(request.tokens), table=request.table)
+                    for request, token in zip(mine, tokens, strict=True)
+                ]
+                for mine, tokens in zip(replicas, following, strict=True)
             ]
-            logits = forward(pieces, filling=False)
-            for request, token in zip(requests, following, strict=True):
+            best = steps.forward(pieces, filling=False)
+            for request, token in zip(requests, itertools.chain(*following), strict=True):
                 request.tokens.append(token)
                 request.new.append(token)
-            following = logits[:: options.new_tokens].argmax(1).tolist()
+            following = [mine[:: options.new_tokens] for mine in best]
             bar.update()
             if end and all(set(request.new) & set(end) for request in requests):
-                return
-
-
-def _fill(forward: Callable[..., torch.Tensor], request: Request) -> int:
-    """Bring a prompt into the cache, chunk after chunk; the token behind it."""
-    for start in range(0, len(request.tokens), CHUNK):
-        tokens = request.tokens[start : start + CHUNK]
-        logits = forward([Piece(tokens=tokens, start=start, table=request.table)], filling=True)
-    return int(logits[-1].argmax())
+                break
+    return steps.compared()

@@ -1,6 +1,9 @@
 """`mla-fx generate`: prompts to text, streamed as it comes."""
 
 import argparse
+import itertools
+import os
+import select
 import statistics
 import sys
 import time
@@ -19,6 +22,8 @@ from mla_fx.models.tokenizer import Tokenizer
 
 #: Tokens that a text may have where neither the user nor the checkpoint says it.
 MAX_NEW_TOKENS = 32
+#: How long rank 0 waits for a line before it tells the others that there is none yet, in seconds; what ends them.
+_MEETING, _END = 0.5, "\n"
 #: Tokens that a conversation from standard input may have where neither `--blocks` nor the model says it.
 CONVERSATION = 4096
 
@@ -57,7 +62,7 @@ class Asked:
         """
         options = self.options
         checkpoint, backend = Checkpoint.open(options.model or DIRECTORY), chosen(options)
-        sharding = Sharding(ranks=options.ranks, interleave=options.interleave, block_size=options.block_size)
+        sharding = Sharding(ranks=options.layout.dcp, interleave=options.interleave, block_size=options.block_size)
         if longest is None:
             longest = min(checkpoint.config.max_position_embeddings or CONVERSATION, CONVERSATION)
             width = options.blocks or sharding.blocks(longest + options.drafts)
@@ -176,7 +181,33 @@ def _chat(asked: Asked) -> tuple[Engine, Iterator[str]]:
     # An answer may have more tokens when its text is encoded again as a part of the next prompt.
     longest = whole + 2 * asked.max_new_tokens * len(prompts) if prompts else None
     engine = asked.engine(longest)
-    return engine, _turns(asked, engine, start, prompts or map(str.rstrip, sys.stdin))
+    return engine, _turns(asked, engine, start, prompts or _lines(engine))
+
+
+def _lines(engine: Engine) -> Iterator[str]:
+    """Lines of standard input; in a group rank 0 reads them for all, and while none comes it tells the others so."""
+    backend = engine.runner.backend
+    if len(backend.here) == backend.layout.size:
+        yield from map(str.rstrip, sys.stdin)
+        return
+    typed = _typed() if backend.here.start == 0 else itertools.repeat(None)
+    while (line := backend.share(next(typed, _END))[0]) != _END:
+        if line is not None:
+            yield line.rstrip()
+
+
+def _typed() -> Iterator[str | None]:
+    """Lines of standard input as they come, and None while none does."""
+    kept = b""
+    while True:
+        if not select.select([0], [], [], _MEETING)[0]:
+            yield None
+            continue
+        got = os.read(0, 1 << 16)
+        *lines, kept = (kept + (got or b"\n" * bool(kept))).split(b"\n")
+        yield from (line.decode() for line in lines)
+        if not got:
+            return
 
 
 def _turns(asked: Asked, engine: Engine, messages: list[dict[str, str]], prompts: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ is made on the way.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import re
@@ -60,6 +61,9 @@ class Checkpoint:
     small: Container[str]
     #: What is there and not read, a sentence each.
     notes: tuple[str, ...] = ()
+    #: Of all names, shapes, dtypes and files, and the sizes of these: of two that differ, another.  Weights are not
+    #: read for it.
+    digest: str = ""
 
     @classmethod
     def open(cls, directory: str | Path) -> "Checkpoint":
@@ -80,7 +84,7 @@ class Checkpoint:
         rules = Rules.of(config, kind, found)
         _verify(directory, rules, found)
         files = {name: header.path for name, header in found.items() if name in rules.of_tensors}
-        return cls(directory, config, files, kind, rules.small, notes)
+        return cls(directory, config, files, kind, rules.small, notes, _digest(found))
 
     @property
     def has_prediction(self) -> bool:
@@ -123,6 +127,13 @@ class Checkpoint:
                 small = name in self.small
                 found.append([self.format.stored(name, each, part) for each in plain] if small else plain)
             return found
+
+
+def _digest(found: Mapping[str, Header]) -> str:
+    """See `Checkpoint.digest`."""
+    sizes = {header.path: header.path.stat().st_size for header in found.values()}
+    lines = [(name, of.shape, of.dtype, of.path.name, sizes[of.path]) for name, of in sorted(found.items())]
+    return hashlib.sha256(repr(lines).encode()).hexdigest()[:16]
 
 
 def _files(directory: Path) -> list[Path]:

@@ -210,7 +210,8 @@ class Engine:
             [[row for part in parts for row in part.wanted] for parts in plans],
             filling=any(part.filling for parts in plans for part in parts),
         )
-        said = [None if one is None else _verdicts(parts, one) for parts, one in zip(plans, logits, strict=True)]
+        with self.runner.backend.reading():
+            said = [None if one is None else _verdicts(parts, one) for parts, one in zip(plans, logits, strict=True)]
         outputs: list[Output] = []
         settled: list[tuple[Replica, Part, int]] = []
         for replica, parts, verdicts in zip(self.replicas, plans, self.runner.decided(said), strict=True):

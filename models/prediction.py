@@ -52,10 +52,11 @@ class MtpDrafter:
         pieces = [[_settled(served[k]) for k in mine] for mine in own]
         logits, hidden = self.runner.predict(pieces, hidden, sources, rows, filling=filling)
         while any(live):
-            said = [
-                None if one is None else self._said([(served[k], drafts[k]) for k in mine], one)
-                for mine, one in zip(live, logits, strict=True)
-            ]
+            with self.runner.backend.reading():
+                said = [
+                    None if one is None else self._said([(served[k], drafts[k]) for k in mine], one)
+                    for mine, one in zip(live, logits, strict=True)
+                ]
             for mine, tokens in zip(live, self.runner.decided(said), strict=True):
                 for k, token in zip(mine, tokens, strict=True):
                     drafts[k].append(token)

@@ -7,11 +7,12 @@ part is a whole chunk and outweighs the exchange that it would hide, so it is
 serial unless somebody asks for another one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from attrs import define, evolve, field
+from attrs import asdict, define, evolve, field
 
 from mla_fx import orchestrations
 from mla_fx.decode import StepShape, plan_step
@@ -55,6 +56,12 @@ class Interpreter(Protocol):
 
     def put(self, tree: Any) -> Any:
         """A pytree of tensors as the backend takes it."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Where the host waits for results: what goes wrong with the processes of others is said in here."""
+
+    def agree(self, stated: Mapping[str, object]) -> None:
+        """Raises `InputError` where processes that run this together do not all state the same."""
 
     def share(self, value: Any) -> list[Any]:
         """What every rank says, told to all, by rank: small values on the host, that can be pickled."""
@@ -115,6 +122,7 @@ class Runner:
         """
         _agree(backend, shape)  # before anything is read
         progress = options.pop("progress", False)
+        backend.agree(_stated(checkpoint, shape, options | {"mtp": mtp}))
         params, modules = [], []
         for rank in backend.here:
             loader = Loader(
@@ -284,6 +292,15 @@ def _integers(of_replicas: Sequence[Sequence[int]], least: int = 1) -> list[torc
     """On the host, from where a step sends them; each padded to the power of two that has room for the longest."""
     size = max(least, *(round_up(len(values)) for values in of_replicas))
     return [torch.tensor([*values, *[0] * (size - len(values))], dtype=torch.int64) for values in of_replicas]
+
+
+def _stated(checkpoint: Checkpoint, shape: StepShape, options: Mapping[str, Any]) -> dict[str, object]:
+    """What a model is run with, by field: the same in all processes that run it together."""
+    sizes = {f"shape.{name}": value for name, value in asdict(shape, recurse=False).items()}
+    chosen = {
+        name: orchestration(value).name if name.endswith("orchestration") else value for name, value in options.items()
+    }
+    return {"config": checkpoint.config, "checkpoint": checkpoint.digest, **sizes, **chosen}
 
 
 def _agree(backend: Interpreter, shape: StepShape) -> None:

@@ -37,9 +37,9 @@ class Member:
     ranks: int
     store: str
 
-    def join(self, kind: str) -> Any:
-        """The group, made with "hccl" or "gloo"."""
-        store = dist.FileStore(self.store, self.ranks)
+    def join(self, kind: str, again: int = 0) -> Any:
+        """The group, made with "hccl" or "gloo"; `again`: a fresh one, of those who have left the one before."""
+        store = dist.FileStore(f"{self.store}{again}", self.ranks)
         dist.init_process_group(
             kind, store=store, rank=self.rank, world_size=self.ranks, timeout=timedelta(seconds=120)
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
+from torch.utils import _pytree as pytree
 
 from mla_fx import MlaConfig, MoeConfig, Sharding, StepShape, Yarn, attention_step
 from mla_fx.backends import Backend, Executable
@@ -15,8 +16,9 @@ from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Program, Step
 from mla_fx.layout import Layout, layout_of
 from mla_fx.models import Checkpoint, Loader, ModelConfig, model_step, write_checkpoint
-from mla_fx.parameters import Cache
-from mla_fx.weights import random_attention, shard_attention
+from mla_fx.models.quantize import quantize_int8
+from mla_fx.parameters import Cache, Quantized
+from mla_fx.weights import attention_weights, avals, random_attention, shard_attention, shares
 
 #: Orchestrations that take any step with an attention; the others want layers, or a step of their own making.
 ANYWHERE = ("serial", "exchange-aside", "attention-aside")
@@ -128,7 +130,13 @@ class Setup:
             ).model()
         full = random_attention(self.config, generator=torch.Generator().manual_seed(seed))
         own = shard_attention(full, self.config, rank=rank, ranks=self.layout, **self.shape.form)
-        return torch.utils._pytree.tree_map(lambda t: t.to(DTYPES[self.dtype]), own)
+        weights = attention_weights(self.config, **self.shape.form)
+        wanted = avals(weights, shares(rank, self.layout), dtype=self.dtype, quantization=self.quantization)
+
+        def as_wanted(aval: Any, leaf: torch.Tensor) -> Any:
+            return quantize_int8(leaf) if isinstance(aval, Quantized) else leaf.to(DTYPES[self.dtype])
+
+        return pytree.tree_map(as_wanted, wanted, own, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
     def caches(self, seed: int = 1) -> list[Any]:
         """Per rank, filled with noise: there is a history wherever a length says so; the same in context groups."""

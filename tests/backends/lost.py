@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
 from mla_fx.backends import Backend, Collective, PeerError
-from mla_fx.effects import Program, schedule
+from mla_fx.effects import InputError, Program, schedule
+from tests.backends.ranks import refused
 from tests.processes import Member
 from tests.setups import Setup
 
@@ -52,8 +53,9 @@ class Fault:
             raise ZeroDivisionError("on purpose")
         if self.how == "slow":
             time.sleep(0.6 * self.timeout)
-        while self.how == "hangs":
-            time.sleep(0.01)  # so that it takes no time from the others
+        if self.how == "hangs":
+            time.sleep(4 * self.timeout)  # until all others have gone
+            os._exit(9)
 
     def into(self, backend: Backend) -> Backend:
         """A backend all of whose collectives may be befallen."""
@@ -103,6 +105,94 @@ def lose(member: Member, *, how: str, collectives: list[int], timeout: float, pa
             again = run(*own)
             return {"same": all(map(torch.equal, pytree.tree_leaves(good), pytree.tree_leaves(again)))}
     except (PeerError, backends.RunError) as error:
-        if member.rank % RANKS == 0 and how in ("stopped", "hangs"):
+        if member.rank % RANKS == 0 and how == "stopped":
             os.kill(int(Path(f"{place}.culprit").read_text()), signal.SIGKILL)
         return told(error, begun)
+
+
+def refuse(member: Member, *, params: list[Any], timeout: float) -> list[Any]:
+    """A batch that the culprit alone refuses; before that, one that all refuse, and good ones."""
+    with group_of_four(member, timeout) as (group, rank, _):
+        backend, of = backends.get("cpu", ranks=RANKS, group=group), program()
+        run = backend.compile(of, backend.prepare(of, [params[rank]]))
+        caches, tokens, batches = backend.put([[argument[rank]] for argument in SETUP.arguments()], copy=True)
+        short = [tokens[0][:-1]]
+        found = []
+        for given in (tokens, short, tokens, short if rank == CULPRIT else tokens):
+            begun = time.monotonic()
+            try:
+                run(caches, given, batches)
+                found.append("well")
+            except (InputError, PeerError) as error:
+                found.append(told(error, begun))
+            if given is short and rank == 0:
+                time.sleep(timeout / 4)  # the others are well into the next one
+        return found
+
+
+def disagree(member: Member, *, timeout: float) -> list[str]:
+    """What all ranks say when one of them states something else, or compiles another program."""
+    with group_of_four(member, timeout) as (group, rank, _):
+        backend = backends.get("cpu", ranks=RANKS, group=group)
+        odd = rank == CULPRIT
+        long = "x" * 1000
+        backend.agree({"model": long, "layout": "tp=4"})
+        others = Setup(ranks=RANKS, tokens=2 if odd else 3)
+        calls = [
+            lambda: backend.agree({"model": long, "layout": "tp=2" if odd else "tp=4"}),
+            lambda: backend.agree({"model": long + "y" if odd else long}),
+            lambda: backend.agree({"model": 1, "drafts": 2} if odd else {"model": 1}),
+            lambda: others.compiled(backend, schedule(others.step, orchestrations.serial)),
+        ]
+        return [refused(call) for call in calls]
+
+
+def elsewhere(member: Member, *, how: str, timeout: float) -> Any:
+    """The culprit fails outside of any step: it raises, leaves, or never makes a backend."""
+    begun = time.monotonic()
+    try:
+        with group_of_four(member, timeout) as (group, rank, _):
+            if rank == CULPRIT and how == "never comes":
+                time.sleep(1.5 * timeout)
+                return None
+            backend = backends.get("cpu", ranks=RANKS, group=group)
+            backend.agree({"model": 1})
+            if rank == CULPRIT and how == "raises":
+                raise ZeroDivisionError("on purpose")
+            if rank == CULPRIT:
+                return None
+            begun = time.monotonic()
+            backend.share(rank) if how == "leaves" else backend.agree({"model": 2})
+            return "well"
+    except (PeerError, ZeroDivisionError) as error:
+        return told(error, begun)
+
+
+def keep_the_store(member: Member, *, how: str, timeout: float) -> Any:
+    """Rank 0, whose process holds the store, is killed or stopped, and with it the board."""
+    if member.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        Path(f"{member.store}.keeper").write_text(str(os.getpid()))
+        Path(f"{member.store}.port.new").write_text(str(store.port))
+        os.rename(f"{member.store}.port.new", f"{member.store}.port")
+    else:
+        member.hear("port")
+        store = dist.TCPStore("127.0.0.1", int(Path(f"{member.store}.port").read_text()), is_master=False)
+    begun = time.monotonic()
+    try:
+        with backends.join("gloo", timeout=timeout, store=store, rank=member.rank, ranks=member.ranks) as group:
+            backend = backends.get("cpu", ranks=member.ranks, group=group)
+            backend.share(0)
+            if member.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            begun = time.monotonic()
+            backend.share(1)
+    except PeerError as error:
+        found = told(error, begun)
+        member.tell(f"{member.rank} is out")
+        if member.rank == 1:
+            for rank in range(1, member.ranks):
+                member.hear(f"{rank} is out", 10 * timeout)
+            if how == "stopped":
+                os.kill(int(Path(f"{member.store}.keeper").read_text()), signal.SIGKILL)
+        return {**found, "left": time.monotonic() - begun}

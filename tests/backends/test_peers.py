@@ -1,15 +1,18 @@
 """When a rank of a group is lost: who is named, where, why, and how soon."""
 
+import pickle
+import re
 from collections.abc import Iterator
 
 import pytest
 
+from mla_fx.backends import PeerError
 from tests.backends import lost as do
 from tests.processes import Nursery, nursery
 
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 #: More than the time-out, for processes that share two cores.
-LATE = 1.5
+LATE = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def test_a_rank_is_lost_in_a_collective(processes, how):
             if how == "raises":
                 assert outcome.value["kind"] == "RunError" and "ZeroDivisionError: on purpose" in outcome.value["text"]
             else:
-                assert outcome.error == "ended with status -9"
+                assert outcome.error == f"ended with status {9 if how == 'hangs' else -9}"
             continue
         assert outcome.error is None, outcome.error
         said = outcome.value
@@ -57,3 +60,62 @@ def test_a_slow_rank_changes_nothing(processes):
     """As long as it comes within the time-out."""
     ranks = do.RANKS * len(CHOSEN)
     assert processes.run(do.lose, ranks=ranks, how="slow", **GIVEN) == [{"same": True}] * ranks
+
+
+def test_a_batch_that_one_rank_refuses(processes):
+    """The others are told at once; what all refuse holds nobody up, however far they are apart."""
+    found = processes.run(do.refuse, ranks=do.RANKS, timeout=4 * TIMEOUT, params=GIVEN["params"])
+    for rank, (first, all_refuse, second, last) in enumerate(found):
+        assert (first, second) == ("well", "well")
+        assert all_refuse["kind"] == "InputError"
+        if rank == do.CULPRIT:
+            assert last["kind"] == "InputError" and last["text"] == all_refuse["text"]
+        else:
+            culprit = f"lost rank 2: it raised InputError: {found[do.CULPRIT][1]['text']}"
+            assert last["text"] == f"all_reduce over tp[4]: {culprit}"
+            assert last["seconds"] < TIMEOUT
+
+
+def test_ranks_that_disagree(processes):
+    """Every one is told what differs, and where."""
+    ranks, same = "on ranks 0, 1, 3", "must be the same on all ranks of the group: got"
+    for layout, model, drafts, program in processes.run(do.disagree, ranks=do.RANKS, timeout=10 * TIMEOUT):
+        assert layout == f"layout: {same} tp=4 {ranks}; tp=2 on rank 2"
+        assert re.fullmatch(rf"model: {same} [0-9a-f]{{16}} {ranks}; [0-9a-f]{{16}} on rank 2", model)
+        assert drafts == f"drafts: {same} nothing {ranks}; 2 on rank 2"
+        assert re.fullmatch(rf"program: {same} [0-9a-f]{{16}} {ranks}; [0-9a-f]{{16}} on rank 2", program)
+
+
+OUTSIDE = {
+    "raises": "agree: lost rank 2: it raised ZeroDivisionError: on purpose",
+    "leaves": "share: lost rank 2: it has left the group",
+    "never comes": "agree: lost rank 2: after 3 s it has come to the start of step 0, others to collective 1 of step 2"
+    ": it hangs, or is too slow",
+}
+
+
+@pytest.mark.parametrize("how", OUTSIDE)
+def test_a_rank_is_lost_outside_of_a_step(processes, how):
+    for rank, said in enumerate(processes.run(do.elsewhere, ranks=do.RANKS, how=how, timeout=TIMEOUT)):
+        if rank != do.CULPRIT:
+            assert said["kind"] == "PeerError" and said["text"] == OUTSIDE[how], said
+            assert said["seconds"] < (TIMEOUT + LATE if how == "never comes" else TIMEOUT / 2)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_the_rank_that_holds_the_store_is_lost(processes, how):
+    """Then nobody can be asked; the others fail in time all the same, and go."""
+    keeper, *others = processes.outcomes(do.keep_the_store, ranks=do.RANKS, how=how, timeout=TIMEOUT)
+    assert keeper.error == "ended with status -9"
+    for outcome in others:
+        assert outcome.error is None, outcome.error
+        assert outcome.value["kind"] == "PeerError" and outcome.value["ranks"] == (0,)
+        assert re.match("share: lost rank 0: the store, which it holds, has not answered for ", outcome.value["text"])
+        assert outcome.value["seconds"] < TIMEOUT + LATE and outcome.value["left"] < 3 * TIMEOUT + LATE
+
+
+def test_an_error_is_a_value():
+    error = PeerError((1, 3), "it raised Boom", "layers.0, all_reduce over tp[4]")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) == "layers.0, all_reduce over tp[4]: lost ranks 1, 3: it raised Boom"
+    assert (again.ranks, again.why, again.where) == (error.ranks, error.why, error.where)

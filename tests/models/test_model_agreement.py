@@ -50,6 +50,11 @@ CASES: dict[str, tuple[int, dict[str, Any], int, int]] = {
 
 def transformers_model(case: str, directory: Any) -> Any:
     generation, changes, _, _ = CASES[case]
+    return written(generation, changes, directory)
+
+
+def written(generation: int, changes: dict[str, Any], directory: Any) -> Any:
+    """A small model of transformers with random weights, and its checkpoint."""
     torch.manual_seed(3)
     kind, model = (
         (DeepseekV3Config, DeepseekV3ForCausalLM) if generation == 3 else (DeepseekV2Config, DeepseekV2ForCausalLM)

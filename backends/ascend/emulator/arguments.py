@@ -65,6 +65,15 @@ def _tensor(address: int | None) -> Any:
     return whole.as_strided(shape, strides, offset)
 
 
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the device as a CPU tensor in the same memory; the caller sees to it that this stays."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    start, count = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes() // tensor.itemsize
+    whole = torch.frombuffer(_Memory.from_address(start), dtype=tensor.dtype, count=count)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 def _integers(address: int | None) -> list[int] | None:
     if not address:
         return None

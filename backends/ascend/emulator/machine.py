@@ -8,7 +8,7 @@ import atexit
 import ctypes
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +16,18 @@ from typing import Any, TypeVar
 import torch
 from attrs import define, field, frozen
 
-from mla_fx.backends.ascend.emulator.arguments import ARGUMENTS
+from mla_fx.backends.ascend.emulator.arguments import ARGUMENTS, in_memory
 from mla_fx.backends.ascend.emulator.build import LIBRARIES, SUFFIXES, entry_points
 from mla_fx.backends.ascend.emulator.fractal import Fractal, memory
-from mla_fx.backends.ascend.emulator.operator import NOT_UPDATABLE, NULL_ARGUMENT, Operator, RefusedError, Sized, poison
+from mla_fx.backends.ascend.emulator.operator import (
+    NOT_UPDATABLE,
+    NULL_ARGUMENT,
+    Operator,
+    RefusedError,
+    Sized,
+    any_strides,
+    poison,
+)
 from mla_fx.backends.ascend.emulator.releases import Release
 from mla_fx.effects import InputError
 
@@ -166,6 +174,7 @@ class Machine:
     _callbacks: list[Any] = field(factory=list, init=False)
     _slots: Any = field(init=False)
     _launch: int | None = field(init=False)
+    _enqueue: Any = field(init=False)  # the same, for Python
     _entries: dict[str, int] = field(factory=dict, init=False)  # to slots
     _message: bytes = field(default=b"", init=False)  # C keeps a copy; this is for readers
 
@@ -182,6 +191,9 @@ class Machine:
         entries.emulator_python(run, absent)
         self._slots = (_Pointer * len(self._entries)).in_dll(entries, "operator_slots")
         self._launch = ctypes.cast(entries.emulator_launch, _Pointer).value
+        self._enqueue = entries.emulator_launch
+        self._enqueue.argtypes = [_Pointer, ctypes.c_uint64, ctypes.c_int64, _Pointer]
+        self._runtime.aclGetRecentErrMsg.restype = ctypes.c_char_p
         nowhere = ctypes.cast(entries.absent_operator, _Pointer).value
         self._slots[:] = [nowhere] * len(self._entries)
         self.play(self._release)
@@ -232,6 +244,23 @@ class Machine:
                 self._slots[slot] = ctypes.cast(plan, _Pointer).value
             else:
                 self._slots[slot] = self._launch
+
+    def launch(
+        self, name: str, function: Callable[..., None], read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> None:
+        """Launch a kernel of somebody's own on the stream that is current: an operator of that name in a trace.
+
+        `function(*read, *written)` gets CPU tensors in the memory of the device's, strides and all, when its turn has
+        come; `written` are NaN until then.  The wheel's queue is emptied before, as the launcher of Triton does it.
+        """
+        stream = torch.get_device_module("npu").current_stream().npu_stream
+        kinds = "T" * len(read) + "O" * len(written)
+        operator = Operator(" ".join(kinds), function, lies=any_strides)
+        number = next(self._numbers)
+        self._pending[number] = _Call(name, operator, [in_memory(tensor) for tensor in (*read, *written)])
+        status = self._enqueue(None, 0, number, stream)
+        if status:
+            raise RuntimeError(f"{name}: {self._runtime.aclGetRecentErrMsg().decode()}")
 
     def seed(self, seed: int) -> None:
         """From here on, streams are interleaved by `seed`.

@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 
 from mla_fx.backends.ascend.calls.dtypes import wrong_dtype
 from mla_fx.backends.device import Run
-from mla_fx.backends.table import Fusion
+from mla_fx.backends.table import Fusion, Takes
 from mla_fx.effects import Aval, Equation, Found, Op, Step, Value, bind, ops, rewrite
 from mla_fx.effects.step import memory_of
 
@@ -61,9 +61,14 @@ def rule(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, run: Run
 
 
 def find(step: Step) -> Step:
-    """The step with every two products of the same input as one, where the first of them was.
+    """The step with every two products of the same input as one, where the first of them was."""
+    return find_pairs(step, ops.Linear, LinearPair(), takes)
 
-    The second is brought forward to it: so its weight must be a parameter, and nothing may write what both take.
+
+def find_pairs(step: Step, one: type[Op], pair: Op, takes: Takes) -> Step:
+    """The step with every two launches of `one`, whose first operand is the same, as `pair`, where the first was.
+
+    The second is brought forward to it: so what else it takes must be parameters, and nothing may write what both take.
     """
     avals = step.avals()
     given = {put.name for put in step.inputs if put.role == "parameter"}
@@ -72,15 +77,15 @@ def find(step: Step) -> Step:
     waiting: dict[str, Equation] = {}  # input -> a product of it that has no other yet
     after: dict[tuple[str, ...], Equation] = {}  # results of a product -> the one to bring behind it
     for equation in step.equations:
-        if not isinstance(equation.op, ops.Linear) or equation.operands[1] not in given:
+        x, *others = equation.operands
+        if not isinstance(equation.op, one) or not given.issuperset(others):
             continue
-        x = equation.operands[0]
         if root[x] in written:
             continue
         first = waiting.pop(x, None)
         if first is None:
             waiting[x] = equation
-        elif takes(LinearPair(), *(avals[name] for name in (*first.operands, equation.operands[1]))) is None:
+        elif takes(pair, *(avals[name] for name in (*first.operands, *others))) is None:
             after[first.results] = equation
     moved = {equation.results for equation in after.values()}
     order: list[Equation] = []
@@ -95,8 +100,8 @@ def find(step: Step) -> Step:
         if equation.results not in moved:
             return None
         first = before[equation.results]
-        operands = (*first.operands, equation.operands[1])
-        return Found((first, equation), Equation(LinearPair(), operands, first.results + equation.results, first.tag))
+        operands = (*first.operands, *equation.operands[1:])
+        return Found((first, equation), Equation(pair, operands, first.results + equation.results, first.tag))
 
     return rewrite(evolve(step, equations=tuple(order)), match)
 

@@ -1,13 +1,19 @@
 """What a layer gives the device of one rank to do, a rank in each process: counted on its trace, without a filter."""
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from mla_fx import MlaConfig, backends, orchestrations
-from mla_fx.backends.ascend.emulator import Traced
+from mla_fx.backends.ascend.emulator import Machine, Traced
+from mla_fx.backends.ascend.fused.merge_attention import MergeAttention
+from mla_fx.backends.kernels import with_kernels
 from mla_fx.effects import schedule
 from tests.backends.ascend import before
 from tests.backends.ascend.ranks import start
+from tests.backends.kernels.emulated import launched
 from tests.processes import Member
 from tests.setups import Setup
 
@@ -21,6 +27,10 @@ CONFIG = MlaConfig(
     qk_rope_head_dim=64,
     v_head_dim=128,
 )
+
+
+#: What the first product of a layer begins with.
+FIRST = ("aclnnMatmul", "aclnnGroupedMatmulV5", "aclnnDynamicQuantV2")
 
 
 @frozen
@@ -40,12 +50,20 @@ def counted(member: Member, *, given: Setup, how: str) -> Counts:
 def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
     """What the attention of a layer gives the device of this rank, from its first product on.
 
-    "fused" is as the backend lowers it, "apart" as it is described, "before" in the order and with the copies of
-    `tests.backends.ascend.before`.
+    "fused" is as the backend lowers it, "kernels" the same with what goes around the exchange as kernels, "apart" as it
+    is described, "before" in the order and with the copies of `tests.backends.ascend.before`.
     """
     machine, group = start(member)
+    with launched(machine) if how == "kernels" else nullcontext():
+        return _traced(member, machine, group, given=given, how=how)
+
+
+def _traced(member: Member, machine: Machine, group: Any, *, given: Setup, how: str) -> list[Traced]:
     backend = backends.get("ascend", ranks=member.ranks, group=group, sums="transport")
-    program = schedule(backend.lower(given.step) if how == "fused" else given.step, orchestrations.attention_aside)
+    if how == "kernels":
+        backend = evolve(backend, table=with_kernels(backend.table, merges=(MergeAttention,)))
+    lowered = how in ("fused", "kernels")
+    program = schedule(backend.lower(given.step) if lowered else given.step, orchestrations.attention_aside)
     if how == "before":
         backend = backend.with_rules(before.RULES)
         program = schedule(before.step(given), before.exchange_aside, mode="conservative")
@@ -56,7 +74,7 @@ def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
     torch.npu.synchronize()
     with machine.tracing() as trace:
         run(*again)
-    first = next(k for k, task in enumerate(trace) if task.name in ("aclnnMatmul", "aclnnGroupedMatmulV5"))
+    first = next(k for k, task in enumerate(trace) if task.name in FIRST)
     return trace[first:]
 
 

@@ -196,3 +196,57 @@ def test_an_operator_that_is_not_emulated_is_refused_at_the_call_by_its_name():
 
 def test_it_is_one_machine_a_process(emulator):
     assert emulate(seed=3) is emulator
+
+
+# --- kernels of somebody's own ------------------------------------------------------------
+
+
+def doubled(emulator, x, *, ordered: bool) -> torch.Tensor:
+    """By a kernel on a stream of its own, behind the one that makes its operand, if told to."""
+    made, out = x + 1, torch.empty_like(x)
+    side, main = torch.npu.Stream(), torch.npu.current_stream()
+
+    def kernel(source: torch.Tensor, result: torch.Tensor) -> None:
+        result.copy_(2 * source)
+
+    if ordered:
+        side.wait_stream(main)
+    with torch.npu.stream(side):
+        emulator.launch("double", kernel, [made], [out])
+    main.wait_stream(side)
+    return out.cpu()
+
+
+def test_a_kernel_of_ones_own_is_an_operator_on_its_stream(emulator):
+    x = torch.arange(6.0).view(2, 3).npu()
+    for seed in range(8):
+        emulator.seed(seed)
+        assert torch.equal(doubled(emulator, x, ordered=True), 2 * (x.cpu() + 1))
+    emulator.seed(0)
+    ran: list[int] = []
+    with emulator.tracing() as trace:
+        made, out = x.t(), torch.empty(3, 2, device="npu")
+        emulator.launch("double", lambda source, result: ran.append(result.copy_(2 * source).shape[0]), [made], [out])
+        assert not ran  # nothing runs when it is enqueued
+    assert ran == [3] and torch.equal(out.cpu(), 2 * x.t().cpu())
+    (task,) = trace
+    assert (task.kind, task.name, task.kernels) == ("operator", "double", 1)
+    assert (task.operands, task.results) == (((torch.float32, (3, 2)),),) * 2
+
+
+def test_a_kernel_that_nothing_orders_may_come_too_early(emulator):
+    x = torch.arange(6.0).npu()
+    wrong = 0
+    for seed in range(16):
+        emulator.seed(seed)
+        wrong += not torch.equal(doubled(emulator, x, ordered=False), 2 * (x.cpu() + 1))
+    assert wrong
+
+
+def test_a_kernel_that_fails_is_a_fault(emulator):
+    def kernel(result: torch.Tensor) -> None:
+        raise IndexError("out of range")
+
+    emulator.launch("broken", kernel, [], [torch.empty(3, device="npu")])
+    with pytest.raises(RuntimeError, match="out of range"):
+        emulator.synchronize()

@@ -17,6 +17,7 @@ STEPS = {
     "rounded angles": {"round_angles": True},
     "padding": {"tokens": 5},
     "replicated query": {"replicate_query": True},
+    "8 bits": {"quantization": "w8a8"},
     "two layers": {"layers": 2},
     "two layers, rounded angles, padding": {"layers": 2, "round_angles": True, "tokens": 5},
 }

@@ -1,12 +1,16 @@
-"""Two products of the same activations as one launch: found, brought together, left alone, the same numbers."""
+"""Two products of the same activations as one launch: found, brought together, left alone, the same numbers.
+
+Those in 8 bits are found by the same search.
+"""
 
 import pytest
 import torch
 
-from mla_fx.backends.ascend.fused import linear_pair
+from mla_fx.backends.ascend.fused import linear_pair, quant_linear_pair
 from mla_fx.backends.ascend.fused.linear_pair import LinearPair
+from mla_fx.backends.ascend.fused.quant_linear_pair import QuantLinearPair
 from mla_fx.effects import Aval, Op, bind, ops, parameters, trace
-from tests.backends.ascend.conftest import close, on_device, random, with_gaps
+from tests.backends.ascend.conftest import close, on_device, random, refused, with_gaps
 from tests.backends.ascend.test_rules import right
 from tests.setups import Setup
 
@@ -87,3 +91,40 @@ def test_the_operator(release, emulator, rng, dtype, tokens):
     for ours, weight in zip(got, (first, second), strict=True):
         close(ours, right(ops.Linear(), x, weight)[0])
     assert all(map(torch.equal, on_device(LinearPair(), x, first, second, layout=with_gaps), got))
+
+
+# --- in 8 bits --------------------------------------------------------------------------
+
+
+def eight(rng, tokens, dtype):
+    weights = [(torch.as_tensor(rng.integers(-128, 128, (features, 16))).to(torch.int8)) for features in (32, 8)]
+    scales = [torch.as_tensor(rng.random(features)).float() / 127 for features in (32, 8)]
+    return random(rng, tokens, 16, dtype=dtype), *(part for pair in zip(weights, scales, strict=True) for part in pair)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_two_in_8_bits_are_three_operators(release, emulator, rng, dtype, tokens):
+    """`x` is quantised once; the bits are those of one after the other, the second weight too small for the format."""
+    x, *weights = operands = eight(rng, tokens, dtype)
+    with emulator.tracing() as traced:
+        got = on_device(QuantLinearPair(), *operands)
+    names = [task.name for task in traced if task.kind == "operator" and "Quant" in task.name]
+    one = "aclnnQuantMatmulV5"
+    first = "aclnnQuantMatmulWeightNz" if release == "9.1" else one
+    assert names == (["aclnnDynamicQuantV2", first, one] if tokens else [])
+    apart = [on_device(ops.QuantLinear(), x, *weights[at : at + 2])[0] for at in (0, 2)]
+    assert all(map(torch.equal, got, apart))
+    assert all(map(torch.equal, on_device(QuantLinearPair(), *operands, layout=with_gaps), got))
+
+
+def test_it_is_found_in_8_bits():
+    given = Setup(layers=2, quantization="w8a8", dtype="bf16")
+    step = quant_linear_pair.find(given.step)
+    assert [equation.op for equation in step.equations].count(QuantLinearPair()) == 2
+    assert len(given.step.equations) - len(step.equations) == 2
+    assert quant_linear_pair.find(Setup(quantization="w8a8").step) == Setup(quantization="w8a8").step  # in float32
+
+
+def test_it_is_refused_in_float32(rng, machine):
+    assert "must be bf16 or fp16: got fp32" in refused(QuantLinearPair(), *eight(rng, 3, torch.float32))
