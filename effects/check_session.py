@@ -48,7 +48,7 @@ from mla_fx.effects.session import (
     Taken,
     Update,
 )
-from mla_fx.effects.session_memory import Buffer, Captured, Content, Facts, Life, Place, Use, facts_of
+from mla_fx.effects.session_memory import Buffer, Captured, Content, Facts, Life, Place, Use, facts_of, see
 
 
 def check_session(session: Session) -> None:
@@ -158,6 +158,8 @@ class _Checker:
                     owner, _, output = source.partition(".")
                     if put not in self.facts[action.member].inputs:
                         return f"must take data inputs of {member}: got {put}"
+                    if isinstance(action, Run) and put in self.facts[action.member].shown:
+                        return f"must take data inputs of {member} that no output lies in: got {put}"
                     if owner not in self.members or output not in self.facts[owner].outputs:
                         return f"must take outputs of members: got {source}"
         return ""
@@ -177,13 +179,14 @@ class _Checker:
 
     def use(
         self, action: Action, stream: str = MAIN, reads: Iterable[Place] = (), writes: Iterable[Place] = (),
-        lanes: frozenset[str] = frozenset(), life: Life | None = None,
+        ends: Iterable[Place] = (), lanes: frozenset[str] = frozenset(), life: Life | None = None,
     ) -> Use:  # fmt: skip
         """An action on a stream, held against all that it may run beside."""
         clock = self.clock(stream)
         seen = dict(clock)
         clock[stream] = clock.get(stream, 0) + 1
-        use = Use(action, self.number, stream, clock[stream], seen, frozenset(reads), frozenset(writes), lanes, life)
+        places = frozenset(reads), frozenset(writes), frozenset(ends)
+        use = Use(action, self.number, stream, clock[stream], seen, *places, lanes, life)
         for other, uses in self.uses.items():
             for earlier in reversed(uses if other != stream else ()):
                 if earlier.before(use):
@@ -196,7 +199,8 @@ class _Checker:
     def beside(self, first: Use, second: Use) -> None:
         """Two actions without an order, and what they may not have in common."""
         missing = f"missing order: {first} -> {second}"
-        for kind, name in sorted((first.writes & (second.reads | second.writes)) | (first.reads & second.writes)):
+        both = first.writes & (second.reads | second.writes | second.ends) | first.reads & (second.writes | second.ends)
+        for kind, name in sorted(both):
             self.wrong(2, f"{first} and {second} share {kind} {name!r}; {missing}", first, second)
         if first.lanes & second.lanes:
             text = f"{first} and {second} are collectives, which all ranks must run in one order"
@@ -226,7 +230,7 @@ class _Checker:
             text = f"{wait.stream} waits for event {wait.event}, which is not recorded before"
             self.found.append(Violation(4, f"{text}; missing: record {wait.event}", None, wait))
             return
-        _see(self.clock(wait.stream), self.events[wait.event][1])
+        see(self.clock(wait.stream), self.events[wait.event][1])
         self.waited.add(wait.event)
 
     # --- actions -------------------------------------------------------------------
@@ -235,7 +239,7 @@ class _Checker:
         match action:
             case Reserve():
                 asked = {action.buffer: action.size}
-                self.room(asked, self.use(action, writes=self.replaced(asked)))
+                self.room(asked, self.use(action, ends=self.replaced(asked)))
             case Capture():
                 self.capture(action)
             case Update():
@@ -268,7 +272,7 @@ class _Checker:
     def capture(self, capture: Capture) -> None:
         member, facts = self.members[capture.member], self.facts[capture.member]
         asked = dict(member.room)
-        use = self.use(capture, writes=self.replaced(asked))
+        use = self.use(capture, ends=self.replaced(asked))
         self.room(asked, use)
         life = Life(member, facts, self.number, captured=True)
         self.captures[member.name] = Captured(use, life)
@@ -331,7 +335,7 @@ class _Checker:
     def replay(self, replay: Replay, captured: Captured) -> None:
         life = captured.life
         facts = life.facts
-        use = self.use(replay, replay.stream, facts.reads, facts.writes, facts.lanes, life)
+        use = self.use(replay, replay.stream, facts.reads, facts.writes, (), facts.lanes, life)
         self.static(captured, use)
         self.same_buffers(captured, use)
         if not life.member.pool and facts.streams:
@@ -339,7 +343,7 @@ class _Checker:
             self.wrong(7, f"{text}; missing: a pool", captured.use, use)
         self.updated(captured, use)
         for one in (one for updates in captured.pending.values() for one in updates):
-            _see(self.clock(replay.stream), {**one.seen, one.stream: one.tick})
+            see(self.clock(replay.stream), {**one.seen, one.stream: one.tick})
         captured.pending.clear()
         captured.replays = [one for one in captured.replays if not one.before(use)] + [use]
         self.gives(use, life)
@@ -375,17 +379,18 @@ class _Checker:
         member, facts = self.members[run.member], self.facts[run.member]
         life = Life(member, facts, self.number, captured=False)
         reads = [place for place in facts.reads if place[0] == "state"]
-        writes = [*facts.writes, *self.replaced(dict(member.room))]
-        use = self.use(run, MAIN, [*reads, *self.sources(run.takes)], writes, facts.lanes, life)
+        reads, asked = [*reads, *self.sources(run.takes)], dict(member.room)
+        use = self.use(run, MAIN, reads, facts.writes, self.replaced(asked), facts.lanes, life)
         self.apart(run, use)
-        self.room(dict(member.room), use)
+        self.room(asked, use)
         self.take(life)
         self.gives(use, life)
 
     def apart(self, action: Fill | Run, use: Use) -> None:
         """Rule 2: what is taken does not lie where the action itself writes."""
         if use.writes.intersection(self.sources(action.takes)):
-            self.wrong(2, f"{use} takes outputs from where it writes; missing: a copy of them", use, use)
+            text = f"{use} takes outputs from where it writes; missing: a copy of them"
+            self.found.append(Violation(2, text, None, action))
 
     def sources(self, takes: tuple[Taken, ...]) -> list[Place]:
         """The outputs that are taken, and the memory that they lie in where that has a name."""
@@ -444,8 +449,3 @@ class _Checker:
         life = captured.life
         self.released[release.member] = self.use(release, life=life)
         del self.captures[release.member]
-
-
-def _see(clock: dict[str, int], other: Mapping[str, int]) -> None:
-    for stream, tick in other.items():
-        clock[stream] = max(clock.get(stream, 0), tick)

@@ -24,6 +24,7 @@ class Facts:
     workspaces: tuple[str, ...]
     static: str  # the buffer of its static inputs, "" where it takes none
     inputs: frozenset[str]  # static ones, those too that nothing takes
+    shown: frozenset[str]  # those that outputs lie in
     updatable: tuple[str, ...]
 
 
@@ -60,6 +61,7 @@ class Use:
     seen: Mapping[str, int]
     reads: frozenset[Place] = frozenset()
     writes: frozenset[Place] = frozenset()
+    ends: frozenset[Place] = frozenset()  # what is no more: whoever used it must be through
     lanes: frozenset[str] = frozenset()
     life: Life | None = None  # all of which it writes
 
@@ -107,6 +109,12 @@ class Buffer:
     grown: Use | None = None
 
 
+def see(clock: dict[str, int], other: Mapping[str, int]) -> None:
+    """A clock has seen what another one has."""
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
 def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
     """The facts of a member; `state` says which memory an input "member.input" is, where it is shared."""
     program, name = member.program, member.name
@@ -137,5 +145,6 @@ def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
         workspaces=tuple(workspaces),
         static=buffer,
         inputs=frozenset(static),
+        shown=frozenset(static & {root.get(one) for one in program.outputs}),
         updatable=tuple(one.results[0] for one in program.launches if one.op.on_host() and one.results),
     )
