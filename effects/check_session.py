@@ -221,8 +221,8 @@ class _Checker:
 
     def record(self, record: Record) -> None:
         if record.event in self.events:
-            first = self.events[record.event][0]
-            self.found.append(Violation(4, f"event {record.event} is recorded twice", first, record))
+            text = f"event {record.event} is recorded twice"
+            self.found.append(Violation(4, text, self.events[record.event][0], record))
         self.events[record.event] = (record, dict(self.clock(record.stream)))
 
     def wait(self, wait: Wait) -> None:
@@ -261,19 +261,18 @@ class _Checker:
                 self.wait(action)
 
     def capture_of(self, action: Fill | Replay | Release) -> Captured | None:
-        captured, released = self.captures.get(action.member), self.released.get(action.member)
-        if captured is None and released is not None:
-            text = f"{action} [{self.number}] comes after {released}, which gave its memory back"
-            self.found.append(Violation(7, text, released.action, action))
+        captured, gone = self.captures.get(action.member), self.released.get(action.member)
+        if captured is None and gone is not None:
+            text = f"{action} [{self.number}] comes after {gone}, which gave its memory back"
+            self.found.append(Violation(7, text, gone.action, action))
         elif captured is None:
             self.form(f"'{action}' must be of a member that is captured: got {action.member}", action)
         return captured
 
     def capture(self, capture: Capture) -> None:
         member, facts = self.members[capture.member], self.facts[capture.member]
-        asked = dict(member.room)
-        use = self.use(capture, ends=self.replaced(asked))
-        self.room(asked, use)
+        use = self.use(capture, ends=self.replaced(dict(member.room)))
+        self.room(dict(member.room), use)
         life = Life(member, facts, self.number, captured=True)
         self.captures[member.name] = Captured(use, life)
         self.take(life)
@@ -333,8 +332,7 @@ class _Checker:
         captured.pending[update.launch].append(use)
 
     def replay(self, replay: Replay, captured: Captured) -> None:
-        life = captured.life
-        facts = life.facts
+        life, facts = captured.life, captured.life.facts
         use = self.use(replay, replay.stream, facts.reads, facts.writes, (), facts.lanes, life)
         self.static(captured, use)
         self.same_buffers(captured, use)
@@ -420,7 +418,7 @@ class _Checker:
             if gone is not None:
                 self.wrong(7, f"{use} takes {name} after {gone}; missing order: {use} -> {gone}", gone, use)
             elif dropped is not None:
-                text = f"{use} takes {name}, which the host has let go of: {dropped}"
+                text = f"{use} takes {name} after {dropped}"
                 self.found.append(Violation(7, text, dropped.action, use.action))
             elif content is None:
                 text = f"{use} takes {name}, which nothing gives; missing: a replay or a run of {member}"
@@ -441,9 +439,9 @@ class _Checker:
         """Memory is anybody's, or its pool's."""
         place, life = self.place_of(drop.value), self.lives.get(drop.value.partition(".")[0])
         if life is None or place is None:
-            self.found.append(Violation(7, f"'{drop}' lets go of what nothing has taken", None, drop))
-            return
-        self.dropped[place] = self.use(drop, writes=[("input", place)] if place != drop.value else [])
+            self.form(f"'{drop}' must let go of what is there", drop)
+        else:
+            self.dropped[place] = self.use(drop, writes=[("input", place)] if place != drop.value else [])
 
     def release(self, release: Release, captured: Captured) -> None:
         life = captured.life

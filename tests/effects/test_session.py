@@ -3,8 +3,11 @@
 import pickle
 from itertools import pairwise
 
+import hypothesis
 import pytest
 from attrs import evolve
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from mla_fx.effects import (
     Capture,
@@ -32,6 +35,7 @@ from mla_fx.effects import (
 )
 from mla_fx.effects.step import bind
 from tests.effects import toys
+from tests.effects.random_sessions import members, turns
 from tests.effects.sessions import (
     BIG,
     BIG_TURN,
@@ -45,6 +49,7 @@ from tests.effects.sessions import (
     member,
     session,
 )
+from tests.effects.test_law_teeth import quick
 
 BOTH = (RESERVE, Capture("big"), Capture("small"))
 EAGER_TURN = turn(EAGER, captured=False)
@@ -358,3 +363,39 @@ def test_staged_inputs_are_static():
     check_session(Session((one,), (Capture("a"), *every_order([turn(one, captured=True)]))))
     (found,) = session_violations(Session((one,), (Capture("a"), Replay("a"))))
     assert str(found) == "rule 1: replay a [1] takes static inputs; missing: fill a"
+
+
+# --- pairs are enough --------------------------------------------------------------
+
+
+@st.composite
+def _turns_in_order(draw):
+    """Programs, a turn of each, some without an order that they need, and a sequence of these turns."""
+    given = draw(members())
+    turned = [draw(turns(one, captured=True, outputs=[], shared=set())) for one in given]
+    for k, actions in enumerate(turned):
+        events = sorted({action.event for action in actions if isinstance(action, Record | Wait)})
+        if events and draw(st.booleans()):
+            gone = draw(st.sampled_from(events))
+            turned[k] = [action for action in actions if getattr(action, "event", None) != gone]
+    sequence = draw(st.lists(st.sampled_from(turned), min_size=4, max_size=9))
+    begin = [Reserve("workspace", 64), Reserve("staging", 16)]
+    begin += draw(st.permutations([Capture(one.name) for one in given]))
+    return given, turned, sequence, begin
+
+
+def test_what_is_legal_in_every_order_is_legal_in_any():
+    """Turns that read what they make before they end: each right behind each stands for all sequences."""
+    seen = []
+
+    @settings(quick, max_examples=60)
+    @hypothesis.given(_turns_in_order())
+    def hold(drawn):
+        given, turned, sequence, begin = drawn
+        every = session_violations(Session(given, (*begin, *every_order(turned))))
+        any_one = session_violations(Session(given, (*begin, *in_turn(sequence))))
+        assert every or not any_one, "\n".join(map(str, any_one))
+        seen.append((bool(every), bool(any_one)))
+
+    hold()
+    assert {(False, False), (True, True)} <= {*seen}
