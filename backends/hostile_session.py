@@ -55,6 +55,8 @@ _HOST: Final = "<host>"
 _SOMEBODY: Final = "<somebody>"
 #: How often somebody writes what is theirs for each thing that the host does.
 _WRITES: Final = 3
+#: How many moves an update may come late.
+_LATE: Final = (0, 0, 6)
 
 
 def play(
@@ -180,9 +182,10 @@ class _Play(Hostile):
         missing = self.grow(rank, member.room)
         room = memory.rooms[member.staging] if member.staging else Room()
         life = Life(member, {**memory.inputs(member, room), **self.parameters(rank, member)}, missing=missing)
-        life.slots = {k: Slot() for k, launch in enumerate(member.program.launches) if launch.op.on_host()}
+        updated = {*member.program.updatable()}
+        life.slots = {k: Slot() for k, launch in enumerate(member.program.launches) if launch in updated}
         memory.lives[member.name] = life
-        self.gives_back(rank, *memory.lay_out(life, {}))
+        self.gives_back(rank, *memory.lay_out(life, _fixed(member)))
 
     def parameters(self, rank: int, member: Member) -> dict[str, torch.Tensor]:
         names = [put.name for put in member.program.inputs if put.role == "parameter"]
@@ -219,9 +222,11 @@ class _Play(Hostile):
         launches = enumerate(life.member.program.launches)
         number, launch = next((k, one) for k, one in launches if update.launch in one.results[:1])
         slot, turn = life.slots[number], self.memory[rank].turns[update.member]
-        names = [launch.operands[position] for position in launch.op.on_host()]
+        names = {launch.operands[position] for position in launch.op.on_host()} - {*_fixed(life.member)}
         slot.issued += 1
         values = {name: self.given(update.member, name, turn, rank) for name in names}
+        for _ in range(self.draw.choice(_LATE)):
+            self.on(rank, update.stream, nothing)
         self.on(rank, update.stream, partial(slot.begins, values))
         self.on(rank, update.stream, slot.ends)
 
@@ -232,9 +237,9 @@ class _Play(Hostile):
         values, taken = self.sources(rank, member, run.takes), dict(run.takes)
         life = Life(member, {**memory.inputs(member, Room()), **self.parameters(rank, member)})
         life.inputs.update({name: values.pop(name) for name in taken})
-        on_host = [put.name for put in member.program.inputs if put.place == "host"]
-        turn = memory.turns[run.member]
-        memory.lay_out(life, {name: self.given(run.member, name, turn, rank) for name in on_host})
+        turn, on_host = memory.turns[run.member], _fixed(member)
+        names = [put.name for put in member.program.inputs if put.place == "host" and put.name not in on_host]
+        memory.lay_out(life, {**on_host, **{name: self.given(run.member, name, turn, rank) for name in names}})
         before, memory.lives[run.member] = memory.lives.get(run.member), life
         memory.turns[run.member] += 1
 
@@ -319,6 +324,11 @@ class _Play(Hostile):
 
         self.on(rank, queue, begin)
         self.on(rank, queue, end, partial(self.met, task) if launch.op.communicates else None)
+
+
+def _fixed(member: Member) -> dict[str, Any]:
+    """Inputs on the host that are the same in every turn."""
+    return {put.name: put.fixed for put in member.program.inputs if put.fixed is not None}
 
 
 def _passed(mark: Mark) -> bool:

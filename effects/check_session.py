@@ -322,7 +322,7 @@ class _Checker:
     def update(self, update: Update) -> None:
         captured = self.captures.get(update.member)
         if captured is None or update.launch not in captured.life.facts.updatable:
-            what = "no capture" if captured is None else "no launch with an operand on the host"
+            what = "no capture" if captured is None else "no launch with operands on the host to set"
             self.found.append(Violation(9, f"'{update}' belongs to {what}", None, update))
             return
         use = self.use(update, update.stream)

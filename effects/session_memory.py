@@ -126,6 +126,7 @@ def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
     }
     states = {one for one in inputs if one in written or f"{name}.{one}" in state or inputs[one].role == "state"}
     static = {n for n, put in inputs.items() if put.role == "data" and put.place != "host" and n not in states}
+    changing = {put.name for put in program.inputs if put.place == "host" and put.fixed is None}
     buffer = member.staging or f"{name}." if static & used else ""
 
     def place(put: str) -> Place:
@@ -146,5 +147,5 @@ def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
         static=buffer,
         inputs=frozenset(static),
         shown=frozenset(static & {root.get(one) for one in program.outputs}),
-        updatable=tuple(one.results[0] for one in program.launches if one.op.on_host() and one.results),
+        updatable=tuple(one.results[0] for one in program.launches if one.results and changing & {*one.operands}),
     )

@@ -7,6 +7,7 @@ from zlib import crc32
 import hypothesis
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import settings
 
 from mla_fx.backends.hostile import HangError
@@ -27,12 +28,12 @@ from mla_fx.effects import (
 )
 from tests.effects import toys
 from tests.effects.random_sessions import mutants
-from tests.effects.sessions import BIG_TURN, EAGER, FAULTS, RESERVE, SMALL_TURN, session
+from tests.effects.sessions import BIG, BIG_TURN, EAGER, FAULTS, RESERVE, SMALL_TURN, session
 from tests.effects.test_law_teeth import quick
 from tests.effects.toys import RANKS, SIZE, mix
 
 #: A fault that exists is found well within this many seeds.
-SEARCH = range(300)
+SEARCH = range(1500)
 Values = dict[str, list[Any]]  # name -> what each rank has
 
 
@@ -171,6 +172,13 @@ def goes_wrong(session: Session, seeds: Iterable[int] = SEARCH) -> bool:
 def test_captured_and_eager_programs_in_any_order_are_right():
     turns = [BIG_TURN, SMALL_TURN, turn(EAGER, captured=False)]
     right(session(RESERVE, Capture("big"), Capture("small"), *every_order(turns)), range(6))
+
+
+def test_lengths_that_are_fixed_need_no_update():
+    fixed = evolve(BIG, program=BIG.program.with_fixed({"lengths": given("big", "lengths", 0, 0)}))
+    one = Session((fixed,), (RESERVE, Capture("big"), *turn(fixed, captured=True)))
+    (out, _), _ = play(one, toys.backend(), given, states_of(one), seed=1)
+    assert torch.equal(out[0], Ideal(one).read[0][0])
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -31,7 +31,6 @@ from mla_fx.effects import (
     session_violations,
     trace,
     turn,
-    updatable,
 )
 from mla_fx.effects.step import bind
 from tests.effects import toys
@@ -101,9 +100,12 @@ def test_a_session_is_a_value():
     assert len({ours, session(*BOTH, *BIG_TURN)}) == 1
 
 
-def test_an_operand_on_the_host_makes_a_launch_updatable():
-    assert updatable(BIG.program) == ("hist",)
-    assert updatable(schedule(toys.step_of(lambda x: bind(toys.One(1), x), "x"), lambda equation: "main")) == ()
+def test_an_operand_on_the_host_that_is_not_fixed_makes_a_launch_updatable():
+    fixed = evolve(BIG, program=BIG.program.with_fixed({"lengths": (1, 1)}))
+    assert Update("big", "hist") in turn(BIG, captured=True)
+    assert not [action for action in turn(fixed, captured=True) if isinstance(action, Update)]
+    check_session(session(RESERVE, Capture("big"), *in_turn([turn(fixed, captured=True)] * 2), members=(fixed,)))
+    assert rules(RESERVE, Capture("big"), *BIG_TURN, members=(fixed,)) == [9]
 
 
 @pytest.mark.parametrize("size", range(6))
