@@ -119,6 +119,7 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
                 orchestration=orchestration,
                 prefill_orchestration=orchestration,
                 mode=options.mode,
+                expand=not options.no_expand,
                 progress=True,
             )
         )

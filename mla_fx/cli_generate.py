@@ -83,11 +83,12 @@ class Asked:
             interleave=options.interleave,
             orchestration=self.orchestration,
             mode=options.mode,
+            expand=not options.no_expand,
             progress=True,
         )
         return Engine(
             runner=runner,
-            chunk=options.chunk,
+            chunk=options.chunk or runner.chunk,
             drafter=MtpDrafter(runner, options.drafts) if options.drafts else None,
             end=self.end,
             tokenizer=self.tokenizer,

@@ -47,6 +47,4 @@ def test_a_transport_that_waits_for_long_is_not_waited_for(processes, tmp_path):
             continue
         assert outcome.error == "ended with status 1", outcome
         said = (tmp_path / str(rank)).read_text().splitlines()[-1]
-        assert re.match(
-            r"PeerError: attention, \w+ over dcp\[4\] or one behind it: lost rank 2: after 2 s ", said
-        )
+        assert re.match(r"PeerError: attention, \w+ over dcp\[4\] or one behind it: lost rank 2: after 2 s ", said)
