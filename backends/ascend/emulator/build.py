@@ -35,7 +35,10 @@ from mla_fx.backends.ascend.emulator.trampolines import assembly
 from mla_fx.effects import InputError
 
 _HERE = Path(__file__).parent
-_SOURCES = ("device.h", "device.cpp", "capture.h", "capture.cpp", "runtime.cpp", "descriptors.cpp", "hccl.cpp")
+_SOURCES = (
+    *("device.h", "device.cpp", "capture.h", "graph.h", "capture.cpp", "replay.cpp"),
+    *("runtime.cpp", "descriptors.cpp", "hccl.cpp"),
+)
 #: The wheel that is emulated under.
 WHEEL: Final = "2.13.0"
 #: In the order in which they must be loaded.
@@ -176,7 +179,7 @@ def _compile(folder: Path, operators: Sequence[str]) -> None:
     sources: dict[str, list[str | Path]] = {
         "libascendcl": [
             *headers,
-            *(_HERE / name for name in ("device.cpp", "capture.cpp", "runtime.cpp")),
+            *(_HERE / name for name in ("device.cpp", "capture.cpp", "replay.cpp", "runtime.cpp")),
             folder / "absent.cpp",
         ],
         "libopapi": [folder / "entries.s", _HERE / "descriptors.cpp"],

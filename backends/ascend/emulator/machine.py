@@ -184,6 +184,7 @@ class Machine:
         self._runtime.emulator_trace_length.restype = ctypes.c_int64
         self._runtime.emulator_trace_entries.restype = _Pointer
         self._runtime.emulator_seed.argtypes = [ctypes.c_uint64]
+        self._runtime.emulator_limits.argtypes = [ctypes.c_int64, ctypes.c_int64]
         atexit.register(self._runtime.emulator_leave)
         self._entries = {name: slot for slot, name in enumerate(entry_points(self.folder))}
         run, absent = _Run(self._run), _Absent(self._absent)
@@ -271,6 +272,14 @@ class Machine:
         self.synchronize()
         torch.get_device_module("npu").empty_cache()
         self._runtime.emulator_seed(seed)
+
+    def limit(self, *, streams: int = 2048, tasks: int = 2048) -> None:
+        """How many streams the graphs of the device can have in all, and how many tasks one of them can.
+
+        A graph takes a stream for each that was captured, and another one where there are more tasks.  What has no room
+        is refused as on a device (207008).  Without arguments what it is from the start, about what an A2 has.
+        """
+        self._runtime.emulator_limits(streams, tasks)
 
     def synchronize(self) -> None:
         """Run everything that was issued; raises the wheel's RuntimeError for a fault on the device."""

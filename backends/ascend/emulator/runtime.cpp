@@ -13,7 +13,7 @@
 // none can, the host polls, asks whether a peer is gone, and gives up in the end.  How fast peers are is not drawn:
 // with several processes a seed leads the interleaving, but does not replay it.
 //
-// device.cpp has the streams and who runs them, capture.cpp the graphs; here is what the wheel calls.
+// device.cpp has the streams and who runs them, capture.cpp and replay.cpp the graphs; here is what the wheel calls.
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
 #include "capture.h"
@@ -41,7 +41,7 @@ Kind kind_of(aclrtMemcpyKind kind) {
 aclError issue(aclrtStream handle, Task task) {
   Guard guard(m.queues);
   Stream* stream = stream_of(handle);
-  if (stream->changed) return refuse(207019, "update: only operators can be updated");
+  if (stream->changed) return change_nothing(stream);
   if (stream->lane) return capture(stream, std::move(task));
   enqueue(handle, std::move(task));
   return 0;

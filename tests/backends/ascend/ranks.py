@@ -346,3 +346,69 @@ def captured(member: Member, *, steps: int) -> bool:
         machine.seed(10 * number + member.rank)
         pair.same(number, batches(given, rng))
     return True
+
+
+def no_capture(member: Member, *, what: str) -> str:
+    """Why nothing is captured: the environment forbids it, or there is no room for what is captured."""
+    if what == "task queue 2":
+        os.environ["TASK_QUEUE_ENABLE"] = "2"
+    machine = emulate()
+    side, x, outside = torch.npu.Stream(), torch.ones(4, device="npu"), torch.npu.current_stream().record_event()
+    machine.limit(**{"streams": {"streams": 1}, "tasks": {"streams": 1, "tasks": 8}}.get(what, {}))
+    try:
+        with torch.npu.graph(torch.npu.NPUGraph()):
+            main = torch.npu.current_stream()
+            for _ in range(8):
+                x = x + 1
+            if what == "streams":
+                side.wait_stream(main)
+            if what == "outside":
+                main.wait_event(outside)
+            if what == "pageable":
+                x.copy_(torch.ones(4), non_blocking=True)
+            main.record_event()
+    except RuntimeError as error:
+        return str(error)
+    return "captured"
+
+
+def replayed(member: Member, *, seeds: int) -> tuple[list[list[float]], list[list[str]]]:
+    """A captured sum over all ranks and an exchange of its doubles, replayed with other inputs; eager ones in between.
+
+    Returns what each replay gave, and which collectives it ran by the trace, without the eager one.
+    """
+    machine, _ = start(member)
+    sent, got = torch.zeros(member.ranks, device="npu"), torch.zeros(member.ranks, device="npu")
+    graph, found, ran = torch.npu.NPUGraph(), [], []
+    with torch.npu.graph(graph):
+        total = sent * 1
+        dist.all_reduce(total)
+        dist.all_to_all_single(got, total * 2 + sent)
+        got += 1
+    for seed in range(seeds):
+        machine.seed(seed * member.ranks + member.rank)
+        between = torch.ones(1, device="npu")
+        with machine.tracing() as trace:
+            sent.fill_(10.0 * seed + member.rank)
+            graph.replay()
+            dist.all_reduce(between)
+        found.append([*got.tolist(), between.item()])
+        ran.append([task.name for task in trace if task.kind == "collective" and task.graph])
+    return found, ran
+
+
+def unequal_replays(member: Member) -> str:
+    """One rank replays its graph, the other one runs another collective: why the host's wait ends."""
+    start(member)
+    x, graph = torch.ones(4, device="npu"), torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        dist.all_reduce(x)
+    if member.rank == 0:
+        graph.replay()
+    else:
+        dist.broadcast(x, 0)
+    try:
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return ""
