@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -37,8 +36,6 @@ def together(options: argparse.Namespace) -> Iterator[None]:
     if found is None:
         yield
         return
-    if options.backend == "ascend" and not options.emulate:
-        import_module("mla_fx.backends.ascend").require_torch_npu()
     with joined(options.backend, options.timeout) as options.group:
         yield
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from mla_fx import backends
 from mla_fx.effects import InputError
 
 #: What moves between the processes of a backend.
@@ -37,17 +38,18 @@ def place() -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def joined(backend: str, seconds: float) -> Iterator[Any]:
-    """The group of all processes for a backend; nobody waits longer than `seconds` for another one.
+    """The group of all processes for a backend, by `backends.join`, which says what `seconds` are.
 
-    In here all ranks but the first print nothing, and SIGTERM is what Ctrl-C is.  The device module of the backend must
-    have been imported.
+    In here all ranks but the first print nothing, and SIGTERM is what Ctrl-C is.
     """
     found = place()
     assert found is not None
-    with _silent() if found[0] else contextlib.nullcontext(), _stoppable():
-        dist.init_process_group(TRANSPORT[backend], timeout=timedelta(seconds=seconds))
-        yield dist.group.WORLD
-        dist.destroy_process_group()  # where something has failed, the process ends with it
+    with (
+        _silent() if found[0] else contextlib.nullcontext(),
+        _stoppable(),
+        backends.join(TRANSPORT[backend], timeout=seconds) as group,
+    ):
+        yield group
 
 
 def first_to_say(text: str) -> bool:

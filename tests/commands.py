@@ -2,12 +2,15 @@
 
 import contextlib
 import io
+import itertools
 import os
+import signal
 from typing import Any
 
 import torch.distributed as dist
 
 from mla_fx.cli import main
+from mla_fx.models import Engine
 from tests.processes import Member, Nursery
 
 
@@ -21,7 +24,25 @@ def command(member: Member, *, port: int, arguments: list[str]) -> tuple[int, st
     return status, out.getvalue(), err.getvalue()
 
 
-def commanded(processes: Nursery, ranks: int, *arguments: str, **given: Any) -> list[tuple[int, str, str]]:
-    """What the command gave in each of `ranks` processes, whose store is here."""
+def met(member: Member, *, port: int, arguments: list[str], fate: str) -> tuple[int, str, str]:
+    """The command, in which rank 1 meets its fate in the third step of the engine."""
+    step, calls = Engine.step, itertools.count(1)
+
+    def fated(engine: Engine) -> Any:
+        if member.rank == 1 and next(calls) == 3:
+            if fate == "dies":
+                os._exit(9)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(engine)
+
+    Engine.step = fated  # type: ignore[method-assign]
+    return command(member, port=port, arguments=arguments)
+
+
+def commanded(processes: Nursery, ranks: int, *arguments: str, fate: str = "") -> list[Any]:
+    """What the command gave in each of `ranks` processes, whose store is here; None where it did not end by itself."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return processes.run(command, ranks=ranks, port=store.port, arguments=list(arguments), **given)
+    given: dict[str, Any] = {"port": store.port, "arguments": list(arguments)}
+    if not fate:
+        return processes.run(command, ranks=ranks, **given)
+    return [outcome.value for outcome in processes.outcomes(met, ranks=ranks, fate=fate, **given)]

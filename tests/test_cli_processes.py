@@ -85,6 +85,23 @@ def test_what_all_refuse_is_said_once(processes, arguments, message):
     assert len(told) == 1 and message in told[0]
 
 
+def test_a_rank_that_dies_is_named_once(processes):
+    """In the middle of texts: within the time-out the others have ended, and one of them says who was lost."""
+    start = time.monotonic()
+    first, lost, *others = commanded(processes, 4, *ASKED, "--timeout", "4", fate="dies")
+    assert lost is None and [one[0] for one in (first, *others)] == [1, 1, 1] and time.monotonic() - start < 60
+    (told,) = [err for _, _, err in (first, *others) if "lost" in err]
+    assert "mla-fx generate: " in told and "lost rank 1: " in told and "Traceback" not in told
+
+
+def test_a_rank_that_is_stopped_stops_the_others(processes):
+    """SIGTERM, as torchrun ends processes, told to one of two."""
+    found = commanded(processes, 2, *ASKED, "--timeout", "20", fate="is stopped")
+    assert [status for status, _, _ in found] == [130, 130]
+    assert sum(err.count("mla-fx generate: stopped\n") for _, _, err in found) == 1
+    assert not any("lost" in err or "Traceback" in err for _, _, err in found)
+
+
 # --- processes of a command's own ---------------------------------------------------
 
 

@@ -11,9 +11,10 @@ from attrs import define, frozen
 
 from mla_fx import StepShape, backends
 from mla_fx.backends import PeerError, RunError
-from mla_fx.effects import ops
+from mla_fx.effects import InputError, ops
 from mla_fx.layout import Layout
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Request, Runner, Sampling
+from mla_fx.models.runner import Piece
 from tests.models.served import run
 from tests.processes import Member
 
@@ -142,3 +143,17 @@ def resumed(member: Member, *, served: Served, after: int) -> tuple[list[list[in
     for _ in run(engine):
         pass
     return [requests[number].new_tokens for number in sorted(requests)], said, had
+
+
+def refusals(member: Member, *, served: Served) -> tuple[list[str], list[int]]:
+    """What is said of batches that one of two replicas refuses, and then how many rows a good one gives of each."""
+    runner = served.runner(group=member.join("gloo"))
+    good = Piece(tokens=[1], start=0, table=[0])
+    said = []
+    for bad in (Piece(tokens=[64], start=0, table=[0]), Piece(tokens=[1], start=0, table=[])):
+        try:
+            runner.forward([[good], [bad]], [[0], [0]], filling=False)
+        except InputError as error:
+            said.append(str(error))
+    logits, _ = runner.forward([[good], [good]], [[0], [0]], filling=False)
+    return said, runner.decided([None if one is None else len(one) for one in logits])

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from mla_fx.layout import Layout
-from mla_fx.models import Sampling
+from mla_fx.models import Sampling, write_checkpoint
 from mla_fx.models.addition import DIRECTORY
 from tests.models import serving
-from tests.models.served import oracle, random_prompts, small
+from tests.models.served import SMALL, oracle, random_prompts, small
 from tests.models.serving import Served, together
 from tests.models.test_attention_agreement import YARN
 from tests.models.test_model_agreement import WIDE, written
@@ -35,6 +36,11 @@ def checkpoint(name: str) -> Path:
         return DIRECTORY
     if name == "random":
         return small()
+    if name == "dense":
+        _KEPT.append(tempfile.TemporaryDirectory())
+        directory = Path(_KEPT[-1].name) / "model"
+        write_checkpoint(directory, evolve(SMALL, first_k_dense_replace=2, num_nextn_predict_layers=0))
+        return directory
     _KEPT.append(tempfile.TemporaryDirectory())
     written(*WRITTEN[name], _KEPT[-1].name)
     return Path(_KEPT[-1].name)
@@ -72,7 +78,7 @@ def same(processes: Nursery, served: Served, kind: str = "gloo") -> list[list[in
 
 LAYOUTS = [(8, 8, 1), (8, 4, 1), (8, 2, 1), (2, 2, 1), (4, 2, 1)]
 MODELS = ["built in", *WRITTEN]
-ALWAYS = [("random", 4, 2, 1)]
+ALWAYS = [("random", 4, 2, 1), ("dense", 2, 1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ ALWAYS = [("random", 4, 2, 1)]
 def test_texts_are_those_of_one_process(processes, name, tp, dcp, dp):
     served = case(name, tp, dcp, dp)
     found = same(processes, served)
-    if name == "random":
+    if name in ("random", "dense"):
         assert found == [oracle(served.directory).greedy(prompt, served.count) for prompt in served.prompts]
 
 
@@ -124,3 +130,14 @@ def test_a_failed_step_is_gone_on_from_in_a_fresh_group(processes):
     assert [texts for texts, _, _ in found] == [right] * 2
     assert "planted" in found[0][1] and "rank 1" in found[0][1] and "planted" in found[1][1]
     assert all(0 < sum(had) < 12 * len(served.prompts) for _, _, had in found)
+
+
+def test_what_one_replica_refuses_all_refuse(processes):
+    """Before anything has run: a token of the second replica that none is, and positions that it has no blocks for."""
+    found = processes.run(serving.refusals, ranks=2, served=case("dense", 1, 1, 2))
+    messages = [
+        "tokens of replica 1: each must be in 0..63: got [64]",
+        "block_table[0]: must have 1 blocks for history + query = 1 positions (1 ranks of 4 a block): got 0, of at "
+        "most M = 64",
+    ]
+    assert found == [(messages, [1, 1])] * 2  # and the group is as good as before
