@@ -84,6 +84,7 @@ class Asked:
             orchestration=self.orchestration,
             mode=options.mode,
             expand=not options.no_expand,
+            capture=options.capture,
             progress=True,
         )
         return Engine(
