@@ -153,10 +153,11 @@ class Captured:
 
     @classmethod
     def of(cls, program: Program, backend: "Backend", prepared: Prepared | None) -> "Captured":
-        """Raises `InputError` where the device captures nothing, or a rule wants integers that it does not update."""
+        """Raises `InputError` where the device captures nothing, or a rule waits, or wants integers not updated."""
         device, ranks, table = backend.device, backend.here, backend.table
         if backend.adversary is not None or (why := refusal(device)):
             raise InputError(f"capture: {why if backend.adversary is None else 'must not be on the hostile machine'}")
+        _must_not_wait(program)
         updated = updates(device)
         if not updated:
             _must_take_tensors(program, backend)
@@ -296,6 +297,14 @@ class Captured:
 
 def _tensor(leaf: Any) -> torch.Tensor:
     return leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf, dtype=torch.int64)
+
+
+def _must_not_wait(program: Program) -> None:
+    """Refuse a launch that waits for the device, which runs nothing while it is captured."""
+    for launch in program.launches:
+        if launch.op.waits:
+            where = f"{launch.tag}, {launch.op.name}" if launch.tag else launch.op.name
+            raise InputError(f"capture: must be of a program that waits for nothing: got {where}")
 
 
 def _must_take_tensors(program: Program, backend: "Backend") -> None:

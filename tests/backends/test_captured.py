@@ -8,8 +8,8 @@ import pytest
 import torch
 from attrs import evolve, frozen
 
-from mla_fx import backends, orchestrations
-from mla_fx.backends import Backend, Run, RunError, cuda
+from mla_fx import Layout, backends, orchestrations
+from mla_fx.backends import Backend, Run, RunError, cpu, cuda
 from mla_fx.backends.device import Scratch
 from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program, Record, Wait, ops, schedule
 from tests.backends.cuda.conftest import why_not
@@ -434,6 +434,14 @@ def test_settings_that_capture_nothing_are_refused(updating, monkeypatch, name, 
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=f"capture: must be done with another {name}: got {value}"):
         updating.backend(1, RULES).compile(SUMS, capture=True)
+
+
+def test_a_launch_that_waits_is_refused(updating):
+    """Experts over replicas: how many rows move is read on the host."""
+    given = Setup(ranks=Layout(dp=2), layers=2)
+    message = r"capture: must be of a program that waits for nothing: got layers.1.*, dispatch_tokens"
+    with pytest.raises(InputError, match=message):
+        compiled(given, updating.backend(given.layout, cpu.TABLE), "serial", capture=True)
 
 
 def test_an_op_without_a_rule_for_integers_on_the_device_is_refused(machine):
