@@ -47,16 +47,16 @@ class World(Protocol):
     def peers(self) -> Peers | None:
         """What is known of the other processes; None where there are none."""
 
-    def move(
-        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
-    ) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[Any], *, group: str, spent: bool = False) -> list[Any]:
         """For every rank that has sent, what it is brought in its group of this name, of W ranks.
 
         Those of a group are here together or one in each process, and send all or none.
 
         "all_gather": [W, ...] of what rank r sent.  "all_to_all": [W, ...] of the part for it, number `rank` of the
-        first axis, of what rank r sent.  "all_reduce": the sum, in rank order, accumulated wide and rounded once.
-        Each rank gets memory of its own.  `spent`: nobody reads what was sent any more, so the sum may be made in it.
+        first axis, of what rank r sent.  "all_to_all_v": of rows [n, E], and how many there are for each rank, rank
+        after rank, the same of what is for it; the host waits to know how many.  "all_reduce": the sum, in rank order,
+        accumulated wide and rounded once.  Each rank gets memory of its own.  `spent`: nobody reads what was sent any
+        more, so the sum may be made in it.
         """
 
     def share(self, value: Any) -> list[Any]:
@@ -78,9 +78,7 @@ class InProcess:
     def peers(self) -> None:
         """There are none."""
 
-    def move(
-        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
-    ) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[Any], *, group: str, spent: bool = False) -> list[Any]:
         """See `World.move`."""
         size = self.layout.group(group).size
         each = (_together(how, sent[first : first + size]) for first in range(0, len(sent), size))
@@ -91,18 +89,26 @@ class InProcess:
         return [value] * self.layout.size
 
 
-def _together(how: Meeting, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _together(how: Meeting, sent: Sequence[Any]) -> list[Any]:
     """What the ranks of one group are brought."""
+    if how == "all_to_all_v":
+        rows = [torch.split(_bits(one), counts) for one, counts in sent]
+        found = [torch.cat(of_rank).view(sent[0][0].dtype) for of_rank in zip(*rows, strict=True)]
+        return list(zip(found, zip(*(counts for _, counts in sent), strict=True), strict=True))
     dtype = sent[0].dtype
     if how == "all_reduce":
         total = added(sent)
         return [total, *(total.clone() for _ in sent[1:])]
-    bits = [tensor.view(_INTEGERS[dtype.itemsize]) for tensor in sent]
+    bits = [_bits(tensor) for tensor in sent]
     if how == "all_gather":
         return [torch.stack(bits).view(dtype) for _ in bits]
     if how == "all_to_all":
         return [torch.stack([one[rank] for one in bits]).view(dtype) for rank in range(len(bits))]
     assert_never(how)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -186,14 +192,14 @@ class Processes:
         rank = dist.get_rank(self.group)
         return range(rank, rank + 1)
 
-    def move(
-        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
-    ) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[Any], *, group: str, spent: bool = False) -> list[Any]:
         """See `World.move`; the sum is as `sums` says."""
         (mine,), among = sent, self._of[group]
         if among is None:
             return _together(how, sent)
         size = self.layout.group(group).size
+        if how == "all_to_all_v":
+            return [self._exchange_rows(mine[0], mine[1], among)]
         if how == "all_gather":
             return [self._gather(mine, mine.new_empty((size, *mine.shape)), among)]
         if how == "all_to_all":
@@ -218,6 +224,15 @@ class Processes:
             work = dist.all_to_all_single(self._bytes(found), self._bytes(mine), group=among, async_op=True)
             self._meet(work, mine)
         return found
+
+    def _exchange_rows(self, mine: torch.Tensor, counts: list[int], among: Any) -> tuple[torch.Tensor, list[int]]:
+        """The rows for this rank and their numbers, which go first, since the host has to know them."""
+        told: list[int] = self._exchange(torch.tensor(counts).to(mine.device), among).tolist()
+        found, row = mine.new_empty((sum(told), mine.shape[1])), mine.shape[1] * mine.element_size()
+        sizes = ([count * row for count in told], [count * row for count in counts])
+        work = dist.all_to_all_single(self._bytes(found), self._bytes(mine), *sizes, group=among, async_op=True)
+        self._meet(work, mine)
+        return found, told
 
     def _add(self, mine: torch.Tensor, size: int, among: Any, *, spent: bool) -> torch.Tensor:
         """The sum in rank order: this rank adds its part, and all are gathered."""

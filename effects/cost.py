@@ -8,6 +8,7 @@ one rank then sends, and receives as much:
 
     all_gather   (W - 1) m          m to each other rank; a ring passes on as much
     all_to_all   (W - 1) m / W      each other rank's part, and its own stays
+    all_to_all_v m + 8 (W - 1)      m at most, to others: what data decide; and to each the number of rows for it
     all_reduce   2 (W - 1) m / W    a ring: reduce-scatter, then all-gather, which no algorithm undercuts (P. Patarasu,
                                     X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
                                     J. Parallel Distrib. Comput. 69, 2009); the mean over ranks where W does not divide.
@@ -100,6 +101,8 @@ def on_the_wire(meeting: Meeting, ranks: int, handed: int) -> int:
             return others * handed
         case "all_to_all":
             return -(-others * handed // ranks)
+        case "all_to_all_v":
+            return handed + 8 * others if others else 0
         case "all_reduce":
             return -(-2 * others * handed // ranks)
 
@@ -108,7 +111,7 @@ def _messages(launches: Iterable[Launch], avals: dict[str, Aval]) -> Iterable[Me
     for launch in launches:
         meeting, group = launch.op.communicates, launch.op.group_of()
         if meeting is not None:
-            handed = sum(avals[name].bytes_ for name in launch.operands)
+            handed = launch.op.handed(*(avals[name] for name in launch.operands))
             yield Message(launch, handed, on_the_wire(meeting, group.size if group else 1, handed))
 
 

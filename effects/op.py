@@ -8,7 +8,8 @@ it says of itself are class attributes:
     writes        operand -> result: that result is the operand's next version, in the same memory
     views         result -> operand: that result is a view of the operand, in the same memory, and no version of its own
     uses          workspaces that the op needs for itself while it runs; a parameter may name one
-    communicates  how it meets the other ranks of its `group`: "all_gather", "all_to_all", "all_reduce", or None
+    communicates  how it meets the other ranks of its `group`: "all_gather", "all_to_all", "all_to_all_v", "all_reduce",
+                  or None
     waits         whether its rule waits for the device, to read there what decides what it does next
 
 Every op reads all its operands, and has at least one.
@@ -26,8 +27,9 @@ from mla_fx.effects.aval import Aval, match, operand
 from mla_fx.effects.group import Group
 from mla_fx.effects.validate import InputError as InputError
 
-#: How ranks meet: each gets what all sent; each gets its own part of what all sent; each gets the sum.
-Meeting = Literal["all_gather", "all_to_all", "all_reduce"]
+#: How ranks meet: each gets what all sent; each gets its own part of what all sent, parts of one size or, with "_v", of
+#: any number of rows; each gets the sum.
+Meeting = Literal["all_gather", "all_to_all", "all_to_all_v", "all_reduce"]
 
 
 @frozen
@@ -78,6 +80,10 @@ class Op:
     def infer(self, *operands: Aval) -> tuple[Aval, ...]:
         """Avals of the results, after the operands have been held against what the op says of them."""
         return _inferred(self, operands)
+
+    def handed(self, *operands: Aval) -> int:
+        """Bytes that a rank hands to the transport where the op communicates; at most, where data decides."""
+        return sum(one.bytes_ for one in operands)
 
     def group_of(self) -> Group | None:
         """The group whose part the op is; None for an op of a rank alone."""

@@ -20,6 +20,8 @@ from mla_fx.exchange import all_to_all as all_to_all
 from mla_fx.exchange import combine as combine
 from mla_fx.exchange import gather_heads as gather_heads
 from mla_fx.exchange import local_heads as local_heads
+from mla_fx.feed_forward import combine_tokens as combine_tokens
+from mla_fx.feed_forward import dispatch_tokens as dispatch_tokens
 from mla_fx.feed_forward import gate_logits as gate_logits
 from mla_fx.feed_forward import gating as gating
 from mla_fx.feed_forward import grouped_linear as grouped_linear

@@ -15,18 +15,38 @@ def mlp(x: Value, params: MlpParams[Value], *, name: str = "part") -> Value:
     return linear(swiglu(linear(x, params.gate_up_proj, name="gate_up"), name="act"), params.down_proj, name=name)
 
 
-def moe(x: Value, params: MoeParams[Value], *, config: MoeConfig, group: Group) -> Value:
-    """This rank's experts, for the tokens that chose them, and its columns of the shared ones: [T, D] -> [T, D]."""
+def moe(x: Value, params: MoeParams[Value], *, config: MoeConfig, group: Group, among: Group) -> Value:
+    """This rank's part of the experts, to be summed over `among`, and its columns of the shared ones: [T, D] -> [T, D].
+
+    The ranks of `group` share out the experts, and those of `among` have the same tokens.  Where these are all ranks,
+    each sees to the tokens that chose its experts; else tokens go to the ranks of their experts, and back.
+    """
     weights, experts = gating(gate_logits(x, params.gate), params.e_score_correction_bias, config=config)
-    rows, counts, source = permute_tokens(x, experts, own=group.share(config.n_routed_experts), group=group)
-    rows = swiglu(grouped_linear(rows, params.gate_up_proj, counts, name="gate_up"), name="act")
-    rows = grouped_linear(rows, params.down_proj, counts, name="rows")
-    routed = unpermute_tokens(rows, source, weights)
+    own = group.share(config.n_routed_experts)
+    if group.size == among.size:
+        routed = routed_experts(x, weights, experts, params, own=own, group=group)
+    else:
+        with scope("dispatched"):
+            rows, row_weights, row_experts, counts = dispatch_tokens(
+                x, weights, experts, own=own, group=group, among=among
+            )
+            parts = routed_experts(rows, row_weights, row_experts, params, own=own, group=group)
+        routed = combine_tokens(parts, experts, counts, own=own, group=group, among=among)
     if not isinstance(params.shared_experts, MlpParams):
         return routed
     with scope("shared_experts"):
         shared = mlp(x, params.shared_experts, name="shared")
     return add(routed, shared, name="part")
+
+
+def routed_experts(
+    x: Value, weights: Value, experts: Value, params: MoeParams[Value], *, own: int, group: Group
+) -> Value:
+    """This rank's experts, weighted, for the tokens that chose them: `x` [T, D] -> [T, D]."""
+    rows, counts, source = permute_tokens(x, experts, own=own, group=group)
+    rows = swiglu(grouped_linear(rows, params.gate_up_proj, counts, name="gate_up"), name="act")
+    rows = grouped_linear(rows, params.down_proj, counts, name="rows")
+    return unpermute_tokens(rows, source, weights)
 
 
 def gate_logits(x: Value, weight: Value) -> Value:
@@ -47,6 +67,22 @@ def gating(logits: Value, bias: Value, *, config: MoeConfig) -> tuple[Value, Val
     )
     weights, experts = bind(op, logits, bias)
     return weights, experts
+
+
+def dispatch_tokens(
+    x: Value, weights: Value, experts: Value, *, own: int, group: Group, among: Group
+) -> tuple[Value, Value, Value, Value]:
+    """Tokens to the ranks of their experts: rows [J, D], weights [J, U], experts [J, U], counts [W].
+
+    See `ops.DispatchTokens`.
+    """
+    rows, row_weights, row_experts, counts = bind(ops.DispatchTokens(own, group, among), x, weights, experts)
+    return rows, row_weights, row_experts, counts
+
+
+def combine_tokens(rows: Value, experts: Value, counts: Value, *, own: int, group: Group, among: Group) -> Value:
+    """What ranks have made of each token, added up: [T, D].  See `ops.CombineTokens`."""
+    return bind(ops.CombineTokens(own, group, among), rows, experts, counts, names=("routed",))[0]
 
 
 def permute_tokens(x: Value, experts: Value, *, own: int, group: Group) -> tuple[Value, Value, Value]:

@@ -20,7 +20,7 @@ from mla_fx.decode import (
     passed,
     step_title,
 )
-from mla_fx.effects import Aval, Group, InputError, Step, Value, parameters, scope, staged, trace
+from mla_fx.effects import Aval, Group, Step, Value, parameters, scope, staged, trace
 from mla_fx.exchange import all_gather, all_reduce
 from mla_fx.feed_forward import mlp, moe
 from mla_fx.models.config import ModelConfig
@@ -55,9 +55,7 @@ def decoder_layer(
     with scope("feed_forward"):
         if isinstance(params.feed_forward, MoeParams):
             assert config.moe is not None
-            if shape.layout.dp > 1:
-                raise InputError(f"dp: must be 1 for a layer with experts: got {shape.layout}")
-            part = moe(x, params.feed_forward, config=config.moe, group=shape.ep)
+            part = moe(x, params.feed_forward, config=config.moe, group=shape.ep, among=shape.tp)
         else:
             part = mlp(x, params.feed_forward)
         out = all_reduce(part, group=shape.tp)

@@ -13,7 +13,7 @@ from mla_fx.effects import Group, InputError, schedule
 from mla_fx.layout import layout_of
 from mla_fx.parameters import empty_cache
 from mla_fx.weights import random_attention, shard_attention, shares
-from tests.setups import CONFIG
+from tests.setups import CONFIG, Setup
 
 #: tp, dcp, dp.
 SIZES = [(8, 8, 1), (8, 4, 1), (8, 2, 1), (4, 4, 2), (2, 1, 4), (1, 1, 4)]
@@ -160,6 +160,68 @@ def test_the_hostile_machine_changes_nothing(layout):
     for seed in range(2):
         for got, want in zip(attended(layout, "cpu", seed), plain, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+# --- a model with experts ----------------------------------------------------------
+
+
+def logits(given: Setup, name: str, arguments: Any, seed: int | None = None) -> list[torch.Tensor]:
+    backend = backends.get(name, ranks=given.layout, adversary=seed)
+    run = given.compiled(backend, schedule(given.step, orchestrations.attention_aside))
+    out: list[torch.Tensor] = run(*backend.put(arguments, copy=True))[0]
+    return out
+
+
+def replicas_alone(given: Setup, name: str, arguments: Any) -> list[torch.Tensor]:
+    """What every rank gets where its replica has all experts to itself."""
+    layout, found = given.layout, list[torch.Tensor]()
+    alone = evolve(given, ranks=Layout(tp=layout.tp, dcp=layout.dcp))
+    for replica in range(layout.dp):
+        own = slice(replica * layout.tp, (replica + 1) * layout.tp)
+        found += logits(alone, name, tuple(of_ranks[own] for of_ranks in arguments))
+    return found
+
+
+REPLICAS = [*(layout for layout in LAYOUTS if layout.dp > 1), Layout(tp=4, dcp=2, dp=2)]
+
+
+@pytest.mark.parametrize("layout", REPLICAS, ids=str)
+def test_experts_over_all_replicas(layout):
+    """Each replica gets what it would alone; of four experts over eight ranks, four ranks have none."""
+    given = Setup(ranks=layout, layers=2)
+    arguments = given.arguments()
+    for got, want in zip(
+        logits(given, "reference", arguments), replicas_alone(given, "reference", arguments), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "bf16"}, {"quantization": "w8a8"}, {"split": "layers"}], ids=["bf16", "w8a8", "micro-batches"]
+)
+def test_experts_over_all_replicas_in_other_forms(changes):
+    given = Setup(ranks=Layout(tp=2, dcp=1, dp=2), layers=2, **changes)
+    arguments = given.arguments()
+    for got, want in zip(logits(given, "cpu", arguments), replicas_alone(given, "cpu", arguments), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0.05 if given.dtype == "bf16" else 1e-5)
+
+
+def test_a_replica_without_requests_takes_part():
+    """All its tokens are padding, and the other one gets what it would alone."""
+    given = Setup(ranks=Layout(tp=2, dp=2), layers=2)
+    caches, tokens, batches = given.arguments()
+    idle = given.batches(history=(), query=())
+    arguments = caches, tokens, [*batches[:2], *idle[2:]]
+    got, want = logits(given, "reference", arguments), replicas_alone(given, "reference", arguments)
+    for rank in (0, 1):
+        torch.testing.assert_close(got[rank], want[rank], rtol=1e-11, atol=1e-11)
+
+
+def test_the_hostile_machine_changes_nothing_of_experts():
+    given = Setup(ranks=Layout(tp=2, dcp=1, dp=2), layers=2)
+    plain = logits(given, "cpu", given.arguments())
+    for seed in range(2):
+        assert all(map(torch.equal, logits(given, "cpu", given.arguments(), seed), plain))
 
 
 def test_a_program_is_for_the_layout_of_its_backend():

@@ -16,7 +16,9 @@ from mla_fx.backends.common import (
     all_gather,
     all_reduce,
     all_to_all,
+    combine_tokens,
     current_attention,
+    dispatch_tokens,
     embedding,
     expanded_attention,
     gate_logits,
@@ -42,6 +44,8 @@ COLLECTIVES: Final[Mapping[type[Op], Collective]] = MappingProxyType(
         ops.AllGather: Collective(all_gather.send, all_gather.receive),
         ops.AllReduce: Collective(all_reduce.send, all_reduce.receive),
         ops.AllToAll: Collective(all_to_all.send, all_to_all.receive),
+        ops.CombineTokens: Collective(combine_tokens.send, combine_tokens.receive),
+        ops.DispatchTokens: Collective(dispatch_tokens.send, dispatch_tokens.receive),
         ops.GatherHeads: Collective(gather_heads.send, gather_heads.receive),
     }
 )

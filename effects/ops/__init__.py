@@ -13,7 +13,9 @@ from mla_fx.effects.ops.all_gather import AllGather as AllGather
 from mla_fx.effects.ops.all_reduce import AllReduce as AllReduce
 from mla_fx.effects.ops.all_to_all import AllToAll as AllToAll
 from mla_fx.effects.ops.combine import Combine as Combine
+from mla_fx.effects.ops.combine_tokens import CombineTokens as CombineTokens
 from mla_fx.effects.ops.current_attention import CurrentAttention as CurrentAttention
+from mla_fx.effects.ops.dispatch_tokens import DispatchTokens as DispatchTokens
 from mla_fx.effects.ops.embedding import Embedding as Embedding
 from mla_fx.effects.ops.expanded_attention import ExpandedAttention as ExpandedAttention
 from mla_fx.effects.ops.gate_logits import GateLogits as GateLogits
@@ -62,9 +64,11 @@ ALL: Final[tuple[type[Op], ...]] = (
     Swiglu,
     GateLogits,
     GatingTopK,
+    DispatchTokens,
     PermuteTokens,
     GroupedLinear,
     UnpermuteTokens,
+    CombineTokens,
     QuantLinear,
     QuantGroupedLinear,
     AllGather,

@@ -233,6 +233,22 @@ def _permute(s: Step) -> list[Case]:
     return [Case(op, (s.real(s.tokens, HIDDEN), Aval((s.tokens, TOP_K), "int32")))]
 
 
+def _tokens_over_replicas(s: Step) -> tuple[tuple[Any, ...], Aval, Aval]:
+    """Every rank a replica of its own: parameters, the experts that were chosen, counts."""
+    given = (EXPERTS // s.ranks, Group("ep", s.ranks), Group("tp", 1))
+    return given, Aval((s.tokens, TOP_K), "int32"), Aval((s.ranks,), "int64")
+
+
+def _dispatch(s: Step) -> list[Case]:
+    given, experts, _ = _tokens_over_replicas(s)
+    return [Case(ops.DispatchTokens(*given), (s.real(s.tokens, HIDDEN), s.wide(s.tokens, TOP_K), experts))]
+
+
+def _combine_tokens(s: Step) -> list[Case]:
+    given, experts, counts = _tokens_over_replicas(s)
+    return [Case(ops.CombineTokens(*given), (s.real(s.ranks * s.tokens, HIDDEN), experts, counts))]
+
+
 def _embedding(s: Step) -> list[Case]:
     table = s.real(-(-VOCABULARY // s.ranks), HIDDEN)
     return [Case(ops.Embedding(VOCABULARY, s.group), (Aval((s.tokens,), "int64"), table))]
@@ -313,7 +329,9 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     ops.Embedding: _embedding,
     ops.Swiglu: _single(lambda s: Case(ops.Swiglu(), (s.real(s.tokens, 2 * EXPERT),))),
     ops.GatingTopK: _gating,
+    ops.DispatchTokens: _dispatch,
     ops.PermuteTokens: _permute,
+    ops.CombineTokens: _combine_tokens,
     ops.GroupedLinear: _grouped_linear,
     ops.QuantLinear: _quant_linear,
     ops.QuantGroupedLinear: _quant_grouped,

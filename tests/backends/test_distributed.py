@@ -31,8 +31,9 @@ STEPS = {
     "context groups": ("cpu", Setup(ranks=Layout(tp=4, dcp=2))),
     "context groups of one": ("cpu", Setup(ranks=Layout(tp=4, dcp=1), dtype="fp16")),
     "replicas": ("cpu", Setup(ranks=Layout(tp=2, dp=2))),
-    "replicas with context groups": ("cpu", Setup(ranks=Layout(tp=4, dcp=2, dp=2), dtype="bf16")),
     "a model": ("cpu", Setup(ranks=Layout(tp=8, dcp=4), layers=2)),
+    "experts over replicas": ("cpu", Setup(ranks=Layout(tp=4, dcp=2, dp=2), layers=2, dtype="bf16")),
+    "experts in 8 bits": ("cpu", Setup(ranks=Layout(tp=2, dp=2), layers=2, quantization="w8a8")),
 }
 
 

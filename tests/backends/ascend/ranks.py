@@ -14,7 +14,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.utils import _pytree as pytree
 
-from mla_fx import backends, orchestrations
+from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends import device
 from mla_fx.backends.ascend.emulator import Machine, emulate
 from mla_fx.backends.ascend.probe import POINTS, Case, Found, Outcome, Point, Site
@@ -52,18 +52,23 @@ def printed(member: Member, *, code: str) -> str:
 
 
 def decode(
-    member: Member, *, sizes: dict[str, Any], dtype: str, orchestration: str, seeds: int, together: int = 0
+    member: Member,
+    *,
+    sizes: dict[str, Any],
+    dtype: str,
+    orchestration: str,
+    seeds: int,
+    together: int | Layout = 0,
 ) -> list[list[torch.Tensor]]:
-    """Outputs and caches of one step under several seeds; `together`: of that many ranks, all in this process."""
+    """Outputs and caches of one step under several seeds; `together`: of those ranks, all in this process."""
     machine, group = (emulate(), None) if together else start(member)
-    ranks = together or member.ranks
-    given = setup(dtype, ranks=ranks, **sizes)
-    backend = backends.get("ascend", ranks=ranks, **({} if together else {"group": group}))
+    given = setup(dtype, **{"ranks": together or member.ranks, **sizes})
+    backend = backends.get("ascend", ranks=given.layout, **({} if together else {"group": group}))
     run = given.compiled(backend, schedule(given.step, orchestrations.NAMED[orchestration]))
     own = backend.put([[argument[rank] for rank in backend.here] for argument in given.arguments()])
     found = []
     for seed in range(seeds):
-        machine.seed(seed * ranks + member.rank)
+        machine.seed(seed * given.ranks + member.rank)
         caches, *rest = own
         found.append(host(run(pytree.tree_map(lambda cache: cache.clone(), caches), *rest)))
     return found

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from mla_fx import StepShape, backends, orchestrations
+from mla_fx import Layout, StepShape, backends, orchestrations
 from mla_fx.effects import schedule
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner, Sampling, sampling
 from mla_fx.models.addition import DIRECTORY, problems
@@ -28,10 +28,16 @@ each_quantization = pytest.mark.parametrize("quantization", [None, "w8a8"])
 
 @pytest.mark.parametrize(
     ("dtype", "quantization", "ranks"),
-    mostly_soak(
-        itertools.product(["fp32", "bf16", "fp16"], [None, "w8a8"], [1, 2, 4, 8]),
-        [("fp32", None, 4), ("bf16", None, 8), ("fp16", None, 1), ("fp32", "w8a8", 1), ("bf16", "w8a8", 2)],
-    ),
+    [
+        *mostly_soak(
+            itertools.product(["fp32", "bf16", "fp16"], [None, "w8a8"], [1, 2, 4, 8]),
+            [("fp32", None, 4), ("bf16", None, 8), ("fp16", None, 1), ("fp32", "w8a8", 1), ("bf16", "w8a8", 2)],
+        ),
+        ("fp32", None, Layout(tp=4, dcp=2)),
+        ("bf16", None, Layout(tp=2, dcp=1, dp=2)),
+        ("fp16", "w8a8", Layout(dp=2)),
+    ],
+    ids=str,
 )
 def test_step_against_the_reference(emulator, dtype, quantization, ranks):
     """A dense layer and one with experts; eight ranks have four experts between them, some have none."""
@@ -45,8 +51,8 @@ def test_step_against_the_reference(emulator, dtype, quantization, ranks):
     for ours, exactly in zip(got, want, strict=True):
         torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=atol)
     assert got[0].std() > 0.5  # something is computed
-    for rank in range(1, ranks):
-        assert torch.equal(got[0], got[rank])
+    for rank in range(given.ranks):
+        assert torch.equal(got[given.layout.members("tp", rank)[0]], got[rank])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

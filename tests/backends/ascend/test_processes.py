@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx import backends, orchestrations
+from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends import cpu
 from mla_fx.effects import Group, Op, ops, schedule
 from tests.backends.ascend import ranks as do
@@ -51,6 +51,17 @@ def test_step(processes, ranks, dtype):
         assert all(same(of_seed, by_seed[0]) for of_seed in by_seed)
         assert torch.equal(out, together[rank])
         assert same(cache, together[ranks + 2 * rank : ranks + 2 * rank + 2])
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("bf16", Layout(tp=2, dp=2)), ("fp32", Layout(tp=4, dcp=2))], ids=str)
+def test_step_of_a_model(processes, dtype, layout):
+    """Experts over replicas, and context groups: the bits of all ranks in one process, under every seed."""
+    asked = {"sizes": {"layers": 2, "ranks": layout}, "dtype": dtype, "orchestration": "attention-aside"}
+    found = processes.run(do.decode, ranks=layout.size, seeds=2, **asked)
+    ((together,),) = processes.run(do.decode, ranks=1, together=layout, seeds=1, **asked)
+    for rank, by_seed in enumerate(found):
+        assert all(same(of_seed, by_seed[0]) for of_seed in by_seed)
+        assert torch.equal(by_seed[0][0], together[rank])
 
 
 def test_other_orchestrations(processes):
