@@ -53,6 +53,17 @@ class Prepared:
             self._forms[put.name, form] = _formed(self.leaves[put.name], form)
         return self._forms[put.name, form]
 
+    def held(self, rank: int) -> tuple[int, int]:
+        """Bytes that a rank's parameters take, and those of what they became in forms: memory that is shared once."""
+        at = self.ranks.index(rank)
+        leaves, formed = ({_memory(of[at]) for of in each.values()} for each in (self.leaves, self._forms))
+        return sum(size for _, size in leaves), sum(size for _, size in formed - leaves)
+
+
+def _memory(leaf: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how many bytes it takes."""
+    return leaf.data_ptr(), leaf.nbytes
+
 
 def _formed(leaves: Sequence[torch.Tensor], form: Form) -> tuple[torch.Tensor, ...]:
     """Every rank's; ranks may share one."""
@@ -72,21 +83,26 @@ def prepare(
 ) -> Prepared:
     """Check and place the leaves of parameters; `dtype` replaces the floating ones.  Raises `InputError`.
 
-    Those that `forms` names are kept in that form alone, one after the other, so that no more than one is there twice.
+    A tensor that is several leaves, or that ranks share, is placed once.  Those that `forms` names are kept in that
+    form alone, one after the other, so that no more than one is there twice.
     """
     forms = forms or {}
     wanted = tuple(put for put in inputs if put.role == "parameter")
     found = iter(Leaves(wanted, ranks)(arguments))
     kept: dict[str, tuple[torch.Tensor, ...]] = {}
     named: dict[str, Input] = {}
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for put in wanted:
         leaves = tuple(next(found) for _ in ranks)
         for rank, leaf in zip(ranks, leaves, strict=True):
             _check(put, f"{put.name} of rank {rank}", leaf, any_float=dtype is not None)
         kind = DTYPES[dtype] if dtype and put.aval.dtype in FLOATS else DTYPES[put.aval.dtype]
-        moved = {id(leaf): leaf.detach().to(device, kind) for leaf in leaves}  # ranks may share one
-        placed = tuple(moved[id(leaf)] for leaf in leaves)
-        kept[put.name] = _formed(placed, forms[put.name]) if put.name in forms else placed
+        placed = moved if put.name not in forms else {}  # what is formed goes, leaf by leaf
+        for leaf in leaves:
+            if (id(leaf), kind) not in placed:
+                placed[id(leaf), kind] = leaf.detach().to(device, kind)
+        own = tuple(placed[id(leaf), kind] for leaf in leaves)
+        kept[put.name] = _formed(own, forms[put.name]) if put.name in forms else own
         aval = put.aval.with_float(dtype) if dtype else put.aval
         named[put.name] = Input(put.name, aval, put.place, put.role, put.path)
     return Prepared(ranks, device, named, kept, {name: form for name, form in forms.items() if name in kept})

@@ -21,17 +21,21 @@ view, and a state that is written in place, take none.  The peak is that of the 
 and take back memory as it is issued.  Not counted: what a keep holds back beyond the drop, which differs from run to
 run, workspaces, and what a rule makes for itself.
 
+Work.  Multiply-adds of matrix products, by each op's `work`: `multiply_adds` takes the lengths that attention needs.
+
 Chain.  Launches that run one after the other in every execution, by stream order and events: the longest row of them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import frozen
 
-from mla_fx.effects.aval import Aval
-from mla_fx.effects.op import Meeting
+from mla_fx.effects.aval import Aval, match
+from mla_fx.effects.op import Meeting, Op
+from mla_fx.effects.passes import defined, definition
 from mla_fx.effects.program import Drop, Keep, Launch, Program, Record, Wait
+from mla_fx.effects.step import Applied, Input, avals_of
 
 
 @frozen
@@ -87,6 +91,29 @@ def cost(program: Program) -> Cost:
         memory=_memory(program, avals),
         chain=chain(program),
     )
+
+
+def multiply_adds(
+    inputs: Iterable[Input], applied: Iterable[Applied], lengths: Mapping[str, Sequence[int]] | None = None
+) -> int:
+    """Of all equations of a step, or launches of a program, on a rank; of an op made of others, those of its parts.
+
+    `lengths` are the host inputs by name, as in {"batch.query_lengths": (1,), "batch.history_lengths": (1024,)};
+    raises `KeyError` where an attention takes one that is not there.
+    """
+    applied, given = tuple(applied), lengths or {}
+    avals = avals_of(inputs, applied)
+    return sum(_work(one, [avals[name] for name in one.operands], given) for one in applied)
+
+
+def _work(one: Applied, avals: Sequence[Aval], lengths: Mapping[str, Sequence[int]]) -> int:
+    op = one.op
+    own = {to: lengths[name] for to, name in zip(op.operands, one.operands, strict=True) if name in lengths}
+    if type(op).work is Op.work and defined(op):
+        parts = definition(op, avals)
+        return multiply_adds(parts.inputs, parts.equations, own)
+    axes, _ = match(op.name, op.operands, avals)
+    return op.work(axes, own)
 
 
 def on_the_wire(meeting: Meeting, ranks: int, handed: int) -> int:

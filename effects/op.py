@@ -16,7 +16,7 @@ Every op reads all its operands, and has at least one.
 """
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast
@@ -59,6 +59,13 @@ class Op:
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Avals of the results from the sizes of the axes and the floating dtype; raises `ShapeError`."""
         raise NotImplementedError(f"{type(self).__name__} has no shape rule")
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """Multiply-adds of its matrix products, from the sizes of the axes and its host operands by name.
+
+        What is no product, as elementwise work or a softmax, is not counted; what a mask hides is none either.
+        """
+        return 0
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Check integer operands by value before a run; raises `InputError`.

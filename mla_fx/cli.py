@@ -1,4 +1,4 @@
-"""The command line: `mla-fx decode`, `mla-fx generate`, `mla-fx show`, `mla-fx check`, `mla-fx probe`.
+"""The command line: `mla-fx decode`, `generate`, `plan`, `show`, `check`, `probe`.
 
 An edge of the package: it chooses backends and reads checkpoints.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_fx import backends, orchestrations
+from mla_fx import backends, cli_plan, orchestrations
 from mla_fx.backends.peers import STOPPED, PeerError
 from mla_fx.cli_group import first_to_say, place
 from mla_fx.cli_processes import launch
@@ -59,8 +59,10 @@ streams, and the records, waits, keeps and drops derived for them, numbered.
 --step prints the step instead, before anything is scheduled: inputs, equations
 by scope, outputs, with all shapes; --ops what each op takes and gives.  --cost
 prints what the program costs on paper: launches, events, keeps, bytes on the
-wire, memory; --costs the same of all named orchestrations, as a table.  Sizes
-are those of DeepSeek-V3 unless --model names a checkpoint directory.
+wire, memory; --costs the same of all named orchestrations, as a table; --growth
+what one layer's attention costs a rank, from 1 to 256 ranks and 1k to 1M tokens
+of history.  Sizes are those of DeepSeek-V3 unless --model names a checkpoint
+directory.
 """
 _CHECK = """
 Say whether a program is legal: the program of an orchestration, of yours
@@ -81,6 +83,7 @@ _EXAMPLES = {
     "decode": [
         "mla-fx decode --ranks 8 --block-size 128 --interleave 128 --dtype fp16",
         "mla-fx decode --model DIR --orchestration attention-aside --steps 100",
+        "mla-fx decode --report --no-reference        bytes that were moved and held, rank by rank",
         "mla-fx decode --adversary 7        the same steps, late and out of order",
         "mla-fx decode --backend ascend --emulate        through torch_npu, without an NPU",
     ],
@@ -90,6 +93,7 @@ _EXAMPLES = {
         "mla-fx generate --model DIR --prompt '1 2 3' --max-new-tokens 20 --temperature 0.6 --top-p 0.95",
         "mla-fx generate --model DIR --chat --system '1 + 1 =' --prompt '2 + 3 =' --prompt '4 + 5 ='",
     ],
+    "plan": cli_plan.EXAMPLES,
     "show": [
         "mla-fx show --orchestration exchange-aside --mode conservative",
         "mla-fx show --layers 4",
@@ -154,9 +158,13 @@ def _parser() -> argparse.ArgumentParser:
         description="MLA decode under decode context parallelism, with stream effects that are derived and checked.",
         epilog="Each command has its own --help.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="decode | generate | show | check | probe")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="decode | generate | plan | show | check | probe"
+    )
     decode = _command(commands, "decode", "run decode steps and compare them with the reference", _DECODE, _decode)
     generate = _command(commands, "generate", "generate text from prompts", _GENERATE, _generate)
+    plan = _command(commands, "plan", "whether a model fits its devices", cli_plan.TEXT, cli_plan.plan)
+    cli_plan.options(plan, _count, _natural)
     show = _command(commands, "show", "print the program of an orchestration", _SHOW, _show)
     check = _command(commands, "check", "the verdict of the law on a program", _CHECK, _check)
     _probe_options(_command(commands, "probe", "ask an NPU what the Ascend backend builds on", _PROBE, _probe))
@@ -179,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--costs", action="store_true", help="print a table of what all named orchestrations cost instead"
     )
+    show.add_argument("--growth", action="store_true", help="print how it grows with ranks and history instead")
     show.add_argument("--ops", action="store_true", help="print the table of all ops instead")
     show.add_argument("--seed", type=int, default=0, help="of the emulated device (default 0)")
     check.add_argument("--program", metavar="MODULE:NAME", help="a Program of yours instead")
@@ -297,6 +306,7 @@ def _decode_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=_count, default=32, metavar="N", help="decode steps (default %(default)s)")
     add("--no-reference", action="store_true", help="do not run the reference beside it")
+    add("--report", action="store_true", help="print what was moved and held, beside what the formulas say")
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:

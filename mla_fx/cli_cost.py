@@ -1,7 +1,6 @@
 """`mla-fx show --cost` and `--costs`: what a program costs on paper, and all named orchestrations side by side."""
 
 import argparse
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
@@ -9,8 +8,7 @@ from itertools import groupby
 from mla_fx import orchestrations
 from mla_fx.effects import Cost, InputError, Program, ScheduleError, cost
 from mla_fx.effects.cost import Message
-
-_LAYER = re.compile(r"\blayers\.(\d+)\b")
+from mla_fx.models.stack import layer_of
 
 
 def report(program: Program) -> str:
@@ -29,17 +27,11 @@ def report(program: Program) -> str:
     return "\n".join(lines)
 
 
-def _layer(message: Message) -> str:
-    """The layer that a message is of; "" for what is outside of layers."""
-    found = _LAYER.search(message.launch.tag)
-    return found[0] if found else ""
-
-
-def _by_layer(messages: Iterable[Message]) -> Mapping[str, Mapping[str, int]]:
-    """Bytes sent, by layer and by the op that sends."""
-    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+def _by_layer(messages: Iterable[Message]) -> Mapping[int | None, Mapping[str, int]]:
+    """Bytes sent, by layer, None for what is outside of layers, and by the op that sends."""
+    found: dict[int | None, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for message in messages:
-        found[_layer(message)][message.launch.op.name] += message.sent
+        found[layer_of(message.launch.tag)][message.launch.op.name] += message.sent
     return found
 
 
@@ -48,9 +40,13 @@ def _wire(messages: Iterable[Message]) -> Iterator[str]:
     found = _by_layer(messages)
     for sent, alike in groupby(found.items(), lambda item: item[1]):
         names = [layer for layer, _ in alike]
-        where = names[0] if len(names) == 1 else f"each of {names[0]} to {names[-1]}"
+        where = f"layers.{names[0]}" if len(names) == 1 else f"each of layers.{names[0]} to layers.{names[-1]}"
         parts = ", ".join(f"{op} {bytes_:,}" for op, bytes_ in sent.items())
-        yield f"{where or 'outside of layers'}: {parts}; {sum(sent.values()):,} in all" if len(found) > 1 else parts
+        yield (
+            f"{'outside of layers' if names == [None] else where}: {parts}; {sum(sent.values()):,} in all"
+            if len(found) > 1
+            else parts
+        )
 
 
 _HEAD = (
@@ -72,7 +68,7 @@ def table(options: argparse.Namespace, program_of: Callable[[argparse.Namespace]
 
 
 def _row(found: Cost) -> Iterator[str]:
-    sent = {sum(of.values()) for layer, of in _by_layer(found.messages).items() if layer}
+    sent = {sum(of.values()) for layer, of in _by_layer(found.messages).items() if layer is not None}
     alone = sent or {found.sent}  # a step that is no stack of layers is one
     yield from map(str, (found.launches, found.chain, found.records + found.waits, found.keeps))
     yield " or ".join(f"{bytes_:,}" for bytes_ in sorted(alone))

@@ -8,15 +8,18 @@ import time
 from collections.abc import Sequence
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from tqdm import tqdm
 
 from mla_fx import StepShape
+from mla_fx.backends.meter import Metered
 from mla_fx.cli_backend import chosen, dtype, sizes
+from mla_fx.cli_report import lines, measured
 from mla_fx.effects import InputError, Orchestration
 from mla_fx.layout import Layout, layout_of
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY, problems
+from mla_fx.models.plan import Plan
 from mla_fx.models.runner import Piece
 from mla_fx.models.tokenizer import Tokenizer
 
@@ -101,6 +104,8 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
             f"got {longest}"
         )
     made = [chosen(options)]
+    if options.report:
+        made = [Metered.of(made[0])]
     shape = _shape(options, longest, dtype(options, config, made[0]))
     name = options.model or "built-in model, trained to add"
     heads = f"{config.attention.num_attention_heads} heads, latent {config.attention.kv_lora_rank}"
@@ -138,6 +143,10 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
     print(f"{tokens} tokens in {lanes[0].seconds:.2f} s: {tokens / lanes[0].seconds:.1f} tokens per second")
     if comparison is not None:
         print(comparison)
+    if isinstance(made[0], Metered):
+        kind = evolve(shape, dtype=made[0].dtype or shape.dtype)
+        plan = Plan(config=config, shape=kind, context=longest)
+        print("\n".join(lines(measured(lanes[0].runner, made[0]), plan)))
     return 0
 
 

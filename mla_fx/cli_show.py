@@ -8,6 +8,7 @@ from mla_fx import StepShape, attention_step, models
 from mla_fx.cli import chosen_orchestration, named
 from mla_fx.cli_backend import sizes
 from mla_fx.cli_cost import report, table
+from mla_fx.cli_growth import growth
 from mla_fx.effects import (
     Drop,
     Effect,
@@ -59,6 +60,9 @@ def show(options: argparse.Namespace) -> int:
         print(table(options, lambda other: _program(other, _step(other)[2])))
         return 0
     config, shape, step = _step(options)
+    if options.growth:
+        print(growth(config.attention, shape, chosen_orchestration(options.orchestration)))
+        return 0
     if options.step:
         print(step)
         return 0

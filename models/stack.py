@@ -7,6 +7,7 @@ continues a cached context and decodes: how many tokens of which request are
 new is said by the batch.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,6 +131,16 @@ def decoder_stack(
             hidden, cache = decoder_layer(hidden, params, cache, angles, batch, config=config, shape=shape)
         written.append(cache)
     return hidden, written
+
+
+def layer_of(tag: str) -> int | None:
+    """The number of the layer that an equation with this tag is of; None for what is outside of layers.
+
+    >>> layer_of("batch.0.layers.3.attention"), layer_of("head")
+    (3, None)
+    """
+    found = re.search(r"\blayers\.(\d+)\b", tag)
+    return int(found[1]) if found else None
 
 
 def mtp_step(config: ModelConfig, shape: StepShape, *, given: int, rows: int) -> Step:

@@ -8,7 +8,7 @@ per head P features without and R with position; only the first P are read.
 Source: DeepSeek-V2 paper, section 2.1.2 (weight absorption).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from attrs import field, frozen
@@ -35,3 +35,7 @@ class AbsorbQuery(Op):
                 f"{heads * (nope + self.rope)}: got {axes['D']}"
             )
         return (Aval((axes["T"], heads, axes["L"]), dtype),)
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """A product for each token and head."""
+        return axes["T"] * axes["N"] * axes["P"] * axes["L"]

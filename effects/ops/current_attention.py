@@ -12,7 +12,7 @@ part enters the merge once.  Padding tokens (t >= sum query_lengths) get output
 part saw: they are nobody's, and merge to 0 either way.  Source: the current part of the vLLM-Ascend split.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from attrs import field, frozen
@@ -51,6 +51,11 @@ class CurrentAttention(Op):
         """Query and keys have one dtype."""
         shape = (axes["T"], axes["N"])
         return Aval((*shape, axes["L"]), dtype), Aval(shape, wide_dtype(dtype))
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """Score and value of every new token with itself and those before it."""
+        pairs = sum(n * (n + 1) // 2 for n in lengths["query_lengths"])
+        return pairs * axes["N"] * (2 * axes["L"] + axes["R"])
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Lengths fit the tokens of the step."""

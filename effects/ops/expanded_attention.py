@@ -14,7 +14,7 @@ for a token L (P + V) more.  Source: DeepSeek-V2 paper, section 2.1.2, before
 the absorption of W_UK and W_UV.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from attrs import field, frozen
@@ -78,6 +78,11 @@ class ExpandedAttention(Op):
             )
         shape = (axes["T"], own)
         return Aval((*shape, axes["V"]), dtype), Aval(shape, wide_dtype(dtype))
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """Of pairs as in `current_attention`, and of each token's own key and value."""
+        pairs, width = sum(n * (n + 1) // 2 for n in lengths["query_lengths"]), axes["P"] + axes["V"]
+        return axes["N"] * (pairs * (width + axes["R"]) + axes["T"] * axes["L"] * width)
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Lengths fit the tokens of the step."""

@@ -6,7 +6,7 @@ Source: the gate of DeepSeek-V3 as transformers computes it; a logit rounded to
 16 bits would change which experts are chosen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from attrs import frozen
@@ -25,3 +25,7 @@ class GateLogits(Op):
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """One floating dtype in, the wide one out."""
         return (Aval((axes["T"], axes["X"]), wide_dtype(dtype)),)
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """A product for each token and expert."""
+        return axes["T"] * axes["D"] * axes["X"]

@@ -14,7 +14,7 @@ either for no key.  Keys and values are the same latent.  Source: MLA decode
 (DeepSeek-V2 paper); the history part of the vLLM-Ascend split.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from attrs import field, frozen
@@ -68,6 +68,11 @@ class HistoryAttention(Op):
         """Query and cache have one dtype."""
         shape = (axes["T"], axes["H"])
         return Aval((*shape, axes["L"]), dtype), Aval(shape, wide_dtype(dtype))
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """Score and value of every new token with every key of the shard."""
+        pairs = sum(n * m for n, m in zip(lengths["query_lengths"], lengths["history_lengths"], strict=True))
+        return pairs * axes["H"] * (2 * axes["L"] + axes["R"])
 
     def value_rule(self, avals: Mapping[str, Aval], values: Mapping[str, Any]) -> None:
         """Lengths fit tokens and table; every block that a length reaches is a block of the cache."""

@@ -5,7 +5,7 @@
 Source: `torch.nn.Linear` without bias, the layout of the checkpoint's `*_proj.weight`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from attrs import frozen
@@ -23,3 +23,7 @@ class Linear(Op):
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """One floating dtype; D must agree."""
         return (Aval((axes["T"], axes["F"]), dtype),)
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """A product for each token and feature."""
+        return axes["T"] * axes["D"] * axes["F"]

@@ -8,7 +8,7 @@ As `quant_linear`, grouped as `grouped_linear`: rows behind the last count are
 not read and their results hold anything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from attrs import frozen
@@ -26,3 +26,7 @@ class QuantGroupedLinear(Op):
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """A count for every expert, a scale for each of its output features."""
         return (Aval((axes["Z"], axes["F"]), dtype),)
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """Where all rows are of the experts here, which is the most."""
+        return axes["Z"] * axes["D"] * axes["F"]

@@ -9,7 +9,7 @@ come, weights per output channel ahead of time, both symmetric.  Source:
 dynamic W8A8 as in `npu_dynamic_quant` and `npu_quant_matmul`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from attrs import frozen
@@ -27,3 +27,7 @@ class QuantLinear(Op):
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """One scale for each output feature."""
         return (Aval((axes["T"], axes["F"]), dtype),)
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """As many as in floats."""
+        return axes["T"] * axes["D"] * axes["F"]

@@ -9,7 +9,7 @@ Source: the value half of `kv_b_proj`, applied after the attention because
 attention and projection are both linear in the latent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from attrs import field, frozen
@@ -42,3 +42,7 @@ class VUp(Op):
             )
         shape = (own * axes["V"],) if self.flat else (own, axes["V"])
         return (Aval((axes["T"], *shape), dtype),)
+
+    def work(self, axes: Mapping[str, int], lengths: Mapping[str, Sequence[int]]) -> int:
+        """A product for each token and head."""
+        return axes["T"] * axes["N"] * axes["L"] * axes["V"]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends.meter import Metered
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, InputError, Op, Step, bind, schedule, trace
 from tests.processes import Member
@@ -129,3 +130,11 @@ def misfortune(member: Member) -> None:
     if member.rank == 1:
         os._exit(3)
     time.sleep(60)
+
+
+def metered(member: Member, *, setup: Setup) -> tuple[dict[Any, Any], int]:
+    """What a step moves from this rank, by place, and the most that its values take."""
+    counting = Metered.of(backends.get("cpu", ranks=setup.layout, group=member.join("gloo")))
+    run = setup.compiled(counting, schedule(setup.step, orchestrations.attention_aside))
+    run(*counting.put([[argument[member.rank]] for argument in setup.arguments()], copy=True))
+    return dict(counting.meter.moved), counting.meter.values[member.rank]

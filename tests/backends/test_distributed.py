@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from mla_fx import Layout, backends
+from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends.body import collective_of
-from mla_fx.effects import Group, ops
+from mla_fx.backends.meter import Metered
+from mla_fx.effects import Group, ops, schedule
 from mla_fx.effects.cost import on_the_wire
 from tests.backends import ranks as do
 from tests.processes import Nursery, nursery
@@ -160,3 +161,15 @@ def test_a_rank_that_raises_is_reported(processes):
     assert second.error == "ended with status 3" and third.error == "ended with status -9"
     with pytest.raises(AssertionError, match="rank 0: "):
         processes.run(do.misfortune, ranks=1)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4, dcp=2)], ids=str)
+def test_a_meter_counts_in_a_group_what_it_counts_in_one_process(processes, layout):
+    given = Setup(layers=2, ranks=layout)
+    metered = Metered.of(backends.get("cpu", ranks=layout))
+    run = given.compiled(metered, schedule(given.step, orchestrations.attention_aside))
+    run(*metered.put(given.arguments(), copy=True))
+    found = processes.run(do.metered, ranks=layout.size, setup=given)
+    assert {place: tally for moved, _ in found for place, tally in moved.items()} == dict(metered.meter.moved)
+    # A sum is made in the memory of what is summed, where a process has that for itself.
+    assert all(values <= metered.meter.values[rank] for rank, (_, values) in enumerate(found))
