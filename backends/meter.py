@@ -156,9 +156,7 @@ class Counting:
         """As the world."""
         return self.world.peers
 
-    def move(
-        self, how: Meeting, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False
-    ) -> list[torch.Tensor]:
+    def move(self, how: Meeting, sent: Sequence[Any], *, group: str, spent: bool = False) -> list[Any]:
         """See `World.move`."""
         size = self.layout.group(group).size
         self.meter.call(
@@ -174,9 +172,12 @@ class Counting:
         return self.world.share(value)
 
 
-def _to_others(how: Meeting, sent: torch.Tensor, ranks: int, mine: int) -> int:
+def _to_others(how: Meeting, sent: Any, ranks: int, mine: int) -> int:
     """Bytes of what a rank hands over that are for others, message by message."""
     match how:
+        case "all_to_all_v":  # rows, and how many there are for each, which goes before them
+            rows, counts = sent
+            return sum(count * rows[:1].nbytes + 8 for rank, count in enumerate(counts) if rank != mine)
         case "all_gather":
             return sum(sent.nbytes for rank in range(ranks) if rank != mine)
         case "all_to_all":
