@@ -47,6 +47,7 @@ aclError add(Stream* stream, Step step) {
   Lane* lane = stream->lane;
   step.task.entry.stream = reinterpret_cast<int64_t>(stream);
   step.task.entry.graph = lane->graph->number;
+  step.place = lane->graph->steps++;
   lane->steps.push_back(std::move(step));
   return lane->steps.size() % graphs.depth ? 0 : room(lane->graph);
 }
@@ -115,9 +116,11 @@ aclError capture_operator(Stream* stream, Entry entry, const Launch& launch) {
   return add(stream, {{entry}, slot});
 }
 
-aclError capture_collective(Stream* stream, Entry entry, Issue issue, Turn turn, void* collective) {
+aclError capture_collective(Stream* stream, Entry entry, Issue issue, Turn turn, void* collective, Range reads) {
   Guard guard(m.queues);
-  return add(stream, {{entry}, nullptr, issue, turn, collective});
+  Step step{{entry}, nullptr, issue, turn, collective};
+  step.task.reads = reads;
+  return add(stream, std::move(step));
 }
 
 aclError capture_record(Stream* stream, Event* event) {
@@ -243,13 +246,15 @@ static aclError flawed(Graph* graph) {
 
 aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
   std::unique_ptr<Graph> dropped;
-  std::vector<Held> kept;
+  std::map<size_t, Held> kept;  // operators, in the order of capture
+  std::vector<Range> read;
+  Graph* graph;
   {
     Guard guard(m.queues);
     *model = nullptr;
     Stream* stream = stream_of(handle);
     if (!stream->lane) return refuse(kNotCaptured, title(stream) + " is not in capture status");
-    Graph* graph = stream->lane->graph;
+    graph = stream->lane->graph;
     if (stream->lane != graph->lanes[0].get())
       return refuse(kUnmatched, title(graph) + ": the capture was not initiated in " + title(stream));
     if (aclError refused = flawed(graph)) {
@@ -259,10 +264,14 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
     leave(graph);
     for (auto& lane : graph->lanes)
       for (Step& step : lane->steps)
-        if (step.slot) kept.push_back(step.slot->now);
+        if (step.slot) kept[step.place] = step.slot->now;
+        else if (step.task.reads.bytes) read.push_back(step.task.reads);
+    if (!kept.empty()) graph->run = kept.begin()->second->run;
     *model = graph;
   }
-  for (const Held& launch : kept) (*launch)(KEEP);
+  for (const Range& range : read) graph->tell(PROTECT, range);
+  for (auto& [place, launch] : kept)
+    launch->run(launch->executor, KEEP, reinterpret_cast<void*>(graph->number), 0);
   return 0;
 }
 

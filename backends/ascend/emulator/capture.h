@@ -9,7 +9,8 @@ namespace device {
 // (207008) where there is no room for more, which is the end of that capture.
 aclError capture(Stream* stream, Task task);
 aclError capture_operator(Stream* stream, Entry entry, const Launch& launch);
-aclError capture_collective(Stream* stream, Entry entry, Issue issue, Turn turn, void* collective);
+aclError capture_collective(Stream* stream, Entry entry, Issue issue, Turn turn, void* collective,
+                            Range reads);
 aclError capture_record(Stream* stream, Event* event);
 // Also where the stream is not captured yet, and the event's record is: it joins.
 aclError capture_wait(Stream* stream, Event* event);

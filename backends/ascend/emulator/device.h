@@ -30,7 +30,7 @@ using Mark = std::shared_ptr<bool>;  // set when the device has come past a reco
 
 // An operator, in Python.  `executor` is its number there; `phase` says what is asked, see `machine.py`.
 using Run = int (*)(int64_t executor, int phase, void* workspace, uint64_t bytes);
-enum Phase { BEGIN, END, REPLAY_BEGIN, REPLAY_END, KEEP, COMPARE, CHANGE, FORGET, BLAME };
+enum Phase { BEGIN, END, REPLAY_BEGIN, REPLAY_END, KEEP, COMPARE, CHANGE, FORGET, BLAME, PROTECT, SPOIL, GONE };
 
 struct Launch {
   Run run;
@@ -47,12 +47,18 @@ using Issue = void* (*)(void* collective, int again);
 using Turn = int (*)(void* collective, int phase, int ask);
 constexpr int kPhases = 3;
 
+struct Range {
+  const char* begin = nullptr;
+  uint64_t bytes = 0;
+};
+
 struct Task {
   Entry entry;
   std::function<bool()> run;  // false: a fault on the device
   bool traced = true;
   std::function<bool()> ready = nullptr;    // empty: always
   std::function<int(int)> peers = nullptr;  // asked by a number of `Ask`: for tasks that other processes hold back
+  Range reads = {};                         // what it reads, where it is no operator
   std::function<void()> blame = nullptr;    // of an operator of a graph: say that it waits for ever
 };
 

@@ -29,6 +29,7 @@ struct Step {
   Turn turn = nullptr;
   void* collective = nullptr;
   int64_t record = -1, wait = -1;
+  size_t place = 0;  // in the order of capture
 };
 
 struct Graph;
@@ -60,6 +61,13 @@ struct Graph {
   std::vector<std::unique_ptr<Group>> groups;
   Mark busy = std::make_shared<bool>(false);  // until the last replay that was issued is over
   int64_t replays = 0;  // issued, and not over
+  size_t steps = 0;
+  Run run = nullptr;  // Python, where it has operators
+
+  void tell(Phase phase, Range range = {}) const {
+    if (run && !m.leaving) run(number, phase, const_cast<char*>(range.begin), range.bytes);
+  }
+  ~Graph() { tell(GONE); }
 };
 
 struct Graphs {

@@ -39,7 +39,8 @@
 #include <vector>
 
 extern "C" {
-aclError emulator_enqueue_collective(aclrtStream, device::Issue, device::Turn, void* collective, int64_t subject, int64_t bytes);
+aclError emulator_enqueue_collective(aclrtStream, device::Issue, device::Turn, void* collective, int64_t subject, int64_t bytes,
+                                     device::Range reads);
 int emulator_wait(int (*done)(void*), void* subject);
 void emulator_help(int (*done)());
 uint64_t emulator_thrown_away();
@@ -373,9 +374,15 @@ HcclResult issue(Collective* c, aclrtStream stream) {
   if (c->what.dtype > HCCL_DATA_TYPE_BFP16)
     c->refused = std::string(kOps[c->what.op]) + ": dtype " + std::to_string(c->what.dtype) + " is not emulated";
   uint64_t bytes = 0;
-  for (const Segment& in : c->sends) bytes += in.bytes;
+  const char *begin = nullptr, *end = nullptr;
+  for (const Segment& in : c->sends) {
+    bytes += in.bytes;
+    if (!begin || in.memory < begin) begin = in.memory;
+    if (in.memory + in.bytes > end) end = in.memory + in.bytes;
+  }
+  device::Range reads{begin, static_cast<uint64_t>(end - begin)};
   int64_t subject = c->what.op + 256 * c->what.dtype;
-  return emulator_enqueue_collective(stream, number, turn, c, subject, bytes) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
+  return emulator_enqueue_collective(stream, number, turn, c, subject, bytes, reads) ? HCCL_E_RUNTIME : HCCL_SUCCESS;
 }
 
 Segment part(const void* memory, uint64_t first, uint64_t count, HcclDataType dtype) {

@@ -29,6 +29,7 @@ from mla_fx.backends.ascend.emulator.operator import (
     poison,
 )
 from mla_fx.backends.ascend.emulator.releases import Release
+from mla_fx.backends.ascend.emulator.stale import Stale
 from mla_fx.effects import InputError
 
 _TENSORS = frozenset("TOLWD")  # words of a signature that are tensors, see `emulator.operator`
@@ -38,6 +39,8 @@ _KINDS = (
 )
 #: What an operator is asked, as `device.h` numbers it.
 _BEGIN, _END, _REPLAY_BEGIN, _REPLAY_END, _KEEP, _COMPARE, _CHANGE, _FORGET, _BLAME = range(9)
+#: And what a graph is told.
+_PROTECT, _SPOIL, _GONE = range(9, 12)
 #: As `hccl.cpp` numbers them; and its dtypes.
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"),
@@ -168,6 +171,7 @@ class Machine:
     _runtime: ctypes.CDLL = field(init=False)
     _pending: dict[int, _Call] = field(factory=dict, init=False)
     _captured: dict[int, _Call] = field(factory=dict, init=False)  # for as long as their graph has them
+    _stale: dict[int, Stale] = field(factory=dict, init=False)  # of graphs
     _traced: dict[int, _Call] | None = field(default=None, init=False)
     _thrown_away: int = field(default=0, init=False)  # this call and all before it
     _numbers: Iterator[int] = field(factory=lambda: itertools.count(1), init=False)
@@ -370,8 +374,10 @@ class Machine:
             elif phase in (_END, _REPLAY_END):
                 call = self._pending.pop(number) if phase == _END else self._captured[number]
                 call.operator.run(*_with_scratch(call, workspace, size))
+            elif phase in (_PROTECT, _SPOIL, _GONE):
+                self._replayed(number, phase, workspace or 0, size)
             else:
-                return self._of_a_graph(number, phase, workspace)
+                return self._of_a_graph(number, phase, workspace or 0)
             return 0
         except Exception:
             return self._say(traceback.format_exc(), 1)
@@ -383,13 +389,23 @@ class Machine:
         poison(call.written, call.read)
         call.operator.begin(*arguments)
 
-    def _of_a_graph(self, number: int, phase: int, other: int | None) -> int:
-        """A graph has an operator, gets another one in its place (`other`: the one before), or has it no more."""
+    def _replayed(self, graph: int, phase: int, begin: int, size: int) -> None:
+        """Something that is no operator reads memory in a graph; a replay of it begins; it is no more."""
+        if phase == _PROTECT:
+            self._stale.setdefault(graph, Stale()).protect(begin, size)
+        elif phase == _SPOIL:
+            self._stale[graph].spoil()
+        else:
+            self._stale.pop(graph, None)
+
+    def _of_a_graph(self, number: int, phase: int, other: int) -> int:
+        """A graph (`other`) has an operator, gets one in the place of another one (`other`), or has it no more."""
         if phase == _KEEP and number in self._pending:
-            self._captured[number] = self._pending.pop(number)
+            call = self._captured[number] = self._pending.pop(number)
+            self._stale.setdefault(other, Stale()).runs(call.read, call.written)
         elif phase == _COMPARE:
             call = self._pending[number]
-            if (wrong := call.difference(self._captured[other or 0])) is not None:
+            if (wrong := call.difference(self._captured[other])) is not None:
                 return self._say(f"{call.name}: update: {wrong}", NOT_UPDATABLE)
             self._captured[number] = self._pending.pop(number)
         elif phase == _CHANGE and self._traced is not None:

@@ -104,14 +104,19 @@ class Operator:
 
 
 def poison(written: list[torch.Tensor], read: list[torch.Tensor]) -> None:
-    """Make what is only written NaN (integers: the largest), except where it is an operand too."""
-    taken = [_ends(tensor) for tensor in read if tensor.numel()]
+    """Spoil what is only written, except where it is an operand too."""
+    taken = [ends(tensor) for tensor in read if tensor.numel()]
     for tensor in written:
-        if not tensor.numel() or tensor.dtype == torch.bool:
-            continue
-        begin, end = _ends(tensor)
-        if not any(first < end and begin < last for first, last in taken):
-            tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        if tensor.numel():
+            begin, end = ends(tensor)
+            if not any(first < end and begin < last for first, last in taken):
+                spoil(tensor)
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Make it NaN (integers: the largest)."""
+    if tensor.dtype != torch.bool:
+        tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
 class Sized:
@@ -126,7 +131,7 @@ class Sized:
         self._said(list(found.shape))
 
 
-def _ends(tensor: torch.Tensor) -> tuple[int, int]:
+def ends(tensor: torch.Tensor) -> tuple[int, int]:
     """The address range of an operator's tensor, whose storage ends with it; gaps between rows count as touched."""
     storage = tensor.untyped_storage()
     return tensor.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -118,6 +118,7 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
     }, false});
   }
   Task begin{{REPLAY, 0, graph->number, 0}, [=] {
+    graph->tell(SPOIL);
     Guard guard(m.queues);
     for (size_t index = 0; index < waiting->size(); index++) {
       Stream& runs = graph->lanes[index]->runs;

@@ -67,12 +67,12 @@ aclError emulator_enqueue(aclrtStream handle, Run run, int64_t executor, void* w
 }
 
 // Defer a collective, which `issue` makes: `kPhases` tasks, each of which waits until `turn` says that it can run.
-aclError emulator_enqueue_collective(aclrtStream handle, Issue issue, Turn turn, void* collective,
-                                     int64_t subject, int64_t bytes) {
+aclError emulator_enqueue_collective(aclrtStream handle, Issue issue, Turn turn, void* collective, int64_t subject,
+                                     int64_t bytes, Range reads) {
   Entry entry{COLLECTIVE, 0, subject, bytes};
   Guard guard(m.queues);
   Stream* stream = stream_of(handle);
-  if (stream->lane) return capture_collective(stream, entry, issue, turn, collective);
+  if (stream->lane) return capture_collective(stream, entry, issue, turn, collective, reads);
   for (Task& task : tasks_of(entry, turn, issue(collective, false))) enqueue(handle, std::move(task));
   return 0;
 }
@@ -239,7 +239,9 @@ aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t bytes, aclr
     std::string held(static_cast<const char*>(from), bytes);
     return issue(stream, {entry, [=] { memcpy(to, held.data(), bytes); return true; }});
   }
-  return issue(stream, {entry, [=] { memcpy(to, from, bytes); return true; }});
+  Task copy{entry, [=] { memcpy(to, from, bytes); return true; }};
+  copy.reads = {static_cast<const char*>(from), bytes};
+  return issue(stream, std::move(copy));
 }
 
 aclError aclrtMemset(void* to, size_t, int32_t value, size_t bytes) {
