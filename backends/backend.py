@@ -264,6 +264,11 @@ class Executable:
             torch._C._set_grad_enabled(gradients)
             set_eval_frame(compiler)
 
+    @property
+    def rooms(self) -> dict[str, int]:
+        """Bytes of each workspace that a captured program holds, by name; none before it is captured."""
+        return self.body.rooms if isinstance(self.body, Captured) else {}
+
     # Compiled code calls this as it is, between two graphs, and what it calls in turn is not compiled either: what
     # torch.compiler.disable does, without loading the compiler.
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -148,6 +148,7 @@ class Captured:
     static: list[Any] = field(factory=list)  # what the graph reads, where the leaves are
     results: list[Any] = field(factory=list)  # what the graph gives, in order; None where an output is an input
     tasks: list[Task] = field(factory=list)
+    rooms: dict[str, int] = field(factory=dict)  # bytes of each workspace
     replayed: Any = None  # the event behind the last replay
 
     @classmethod
@@ -267,7 +268,9 @@ class Captured:
         finally:
             device.caller, device.recorder = caller, None
             module.set_stream(caller)
-        self.pool = pool
+        self.pool, used = pool, {name for launch in self.program.launches for name in launch.op.uses}
+        held = {name: one.memory.nbytes for (_, name), one in device.scratch.items() if one.memory is not None}
+        self.rooms = {name: held[name] for name in held if name in used}
         return graph, recorder
 
     def _update(self, leaves: Sequence[Any], caller: Any) -> None:
@@ -309,13 +312,18 @@ def _must_take_tensors(program: Program, backend: "Backend") -> None:
 def _asks(
     program: Program, backend: "Backend", place: dict[tuple[str, int], int]
 ) -> tuple[tuple[Callable[..., str | None], Launch, tuple[Any, ...]], ...]:
-    """What is asked of integers before each replay, once however many launches ask: operands are places or avals."""
+    """What is asked of integers before each replay, once however many launches ask: operands are places or avals.
+
+    Of avals alone it is asked here: raises `InputError` for what is updated to no integers.
+    """
     avals = program.avals()
     found: dict[Any, tuple[Callable[..., str | None], Launch, tuple[Any, ...]]] = {}
     for launch in program.updatable():
         ask = backend.table.updates.get(type(launch.op))
         if ask is None:
             continue
+        if why := ask(launch.op, *(avals[name] for name in launch.operands)):
+            raise InputError(f"capture: {launch.op.name} cannot be updated: {why}")
         for rank in backend.here:
             operands = tuple(
                 place[name, rank] if position in launch.op.on_host() else avals[name]

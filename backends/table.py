@@ -29,7 +29,7 @@ Beside rules, a table may have for an op
     captured  the rule in a captured program where the device updates no launches: integers on the host come to it as
             int64 tensors on the device, so that it works on shapes alone
     updates  `updates(op, *operands) -> str | None`: why a captured launch cannot be updated to such integers, which are
-            tuples beside the avals of the rest; asked before each replay
+            tuples beside the avals of the rest; asked before each replay, and of avals alone when compiling
 """
 
 from collections.abc import Callable, Mapping

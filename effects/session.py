@@ -191,8 +191,8 @@ class Session:
 
 
 def updatable(program: Program) -> tuple[str, ...]:
-    """The launches that have an operand on the host, by the names of their first results, in issue order."""
-    return tuple(launch.results[0] for launch in program.launches if launch.op.on_host() and launch.results)
+    """The launches whose operands on the host change, by the names of their first results, in issue order."""
+    return tuple(launch.results[0] for launch in program.updatable() if launch.results)
 
 
 def turn(member: Member, *, captured: bool) -> tuple[Action, ...]:

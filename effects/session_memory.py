@@ -150,5 +150,5 @@ def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
         buffers=tuple(dict.fromkeys([*workspaces, *dict(member.room), *filter(None, [member.staging])])),
         static=buffer,
         inputs=frozenset(static),
-        updatable=tuple(one.results[0] for one in program.launches if one.op.on_host() and one.results),
+        updatable=tuple(one.results[0] for one in program.updatable() if one.results),
     )

@@ -82,6 +82,23 @@ def plan_batch(
     ]
 
 
+def whole(batch: Planned) -> Planned:
+    """A batch whose every token is a request's: those of padding are new tokens of requests behind all others.
+
+    They have no history, and no slot.  Where there is a request for each token it has that one, else the first that is
+    free has all.  So a step can be captured: what is done for each request is decided by lengths alone.
+    Raises `InputError` where no request is free.
+    """
+    left, lengths = len(batch.positions) - sum(batch.query_lengths), list(batch.query_lengths)
+    behind = max((b + 1 for b, length in enumerate(lengths) if length), default=0)
+    free = [b for b in range(behind, len(lengths)) if not batch.history_lengths[b]]
+    if left and not free:
+        raise InputError(f"requests: one must be free for {left} tokens of padding: got {len(lengths)}, all taken")
+    for b in free[:left] if len(free) >= left else free[:1]:
+        lengths[b] = 1 if len(free) >= left else left
+    return batch._replace(query_lengths=tuple(lengths))
+
+
 def plan_parts(
     sharding: Sharding,
     *,

@@ -285,6 +285,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="requests in the batch, of each replica (default %(default)s)",
     )
+    add(
+        "--capture",
+        type=_sizes,
+        default=(),
+        metavar="T,T,..",
+        help="capture decode steps of so many tokens, on ascend and cuda; smaller ones are padded (as 1,2,4,8)",
+    )
     add("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
     add("--adversary", type=int, metavar="SEED", help="run on the hostile machine, or the emulated one, with this seed")
 
@@ -336,6 +343,10 @@ def _probe_options(parser: argparse.ArgumentParser) -> None:
     add("--cann", metavar="RELEASE", help="to emulate: 8.5, 9.0 or 9.1 (default: the newest)")
     add("--json", metavar="FILE", help="write the report there")
     parser.set_defaults(model=None)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(_count, text.split(",")))
 
 
 def _natural(text: str) -> int:

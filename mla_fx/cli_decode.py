@@ -124,6 +124,7 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
                 orchestration=orchestration,
                 prefill_orchestration=orchestration,
                 mode=options.mode,
+                capture=options.capture if backend is made[0] else (),
                 progress=True,
             )
         )

@@ -83,6 +83,7 @@ class Asked:
             interleave=options.interleave,
             orchestration=self.orchestration,
             mode=options.mode,
+            capture=options.capture,
             progress=True,
         )
         return Engine(

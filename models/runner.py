@@ -21,6 +21,7 @@ from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, s
 from mla_fx.effects.orchestration import orchestration
 from mla_fx.effects.schedule import Mode
 from mla_fx.layout import Layout
+from mla_fx.models.capture import Captures, Form, form_of, sizes
 from mla_fx.models.checkpoint import Checkpoint
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
@@ -51,8 +52,8 @@ class Interpreter(Protocol):
     def prepare(self, described: Step, *arguments: Any) -> Any:
         """The parameters of a step, checked and placed, for any number of programs with the same."""
 
-    def compile(self, program: Program, prepared: Any) -> Callable[..., Any]:
-        """A program as a function of its arguments, all but the parameters."""
+    def compile(self, program: Program, prepared: Any, *, capture: bool = False) -> Callable[..., Any]:
+        """A program as a function of its arguments, all but the parameters; `capture`: as a graph of the device."""
 
     def put(self, tree: Any) -> Any:
         """A pytree of tensors as the backend takes it."""
@@ -82,7 +83,9 @@ class Runner:
 
     `shape` says ranks, dtype, blocks, block size, table width and the number of requests; its tokens do not matter.
     `interleave` is that of the sharding.  Steps are split into micro-batches as their orchestration wants it.
-    `expand`: a step that fills in prompts goes through `expand_current` where that saves multiply-adds.
+    `expand`: a step that fills in prompts goes through `expand_current` where that saves multiply-adds.  `capture`: the
+    token counts whose decode steps are captured on a device that has graphs (`mla_fx.models.capture`); what such a step
+    gives holds until the next one.
     """
 
     config: ModelConfig
@@ -95,9 +98,11 @@ class Runner:
     prefill_orchestration: Orchestration | Callable[[Equation], str] = orchestrations.serial
     mode: Mode = "minimal"
     expand: bool = True
+    capture: Sequence[int] = field(default=(), converter=sizes)
     #: How sequences lie over ranks and blocks.
     sharding: Sharding = field(init=False)
     programs: dict[tuple[Any, ...], Callable[..., Any]] = field(factory=dict, init=False)
+    captures: Captures = field(factory=Captures, init=False)
     caches: list[Any] = field(init=False)
     mtp_caches: list[Any] = field(init=False)
 
@@ -155,17 +160,42 @@ class Runner:
         them (None where that rank runs in another process), and the hidden states of every rank here.  `filling` says
         that the step fills in a prompt.
         """
-        tokens, shape, batches = self._batches(pieces, filling, least=0)
-        wanted = _integers(rows)
+        form = self._form(pieces, filling)
+        if form is not None and ("model", form) not in self.captures.members:
+            self._capture(form.single)
+        return self._forward(pieces, rows, filling, form)
+
+    def _forward(
+        self, pieces: Sequence[Sequence[Piece]], rows: Sequence[Sequence[int]], filling: bool, form: Form | None
+    ) -> tuple[list[torch.Tensor | None], Any]:
+        """A step of the model, captured as `form` where that is not None."""
+        tokens, shape, batches = self._batches(pieces, filling, form, least=0)
+        wanted = _integers(rows, size=form.tokens if form else None)
         width = wanted[0].shape[0]
         run = self._program(
-            ("model", shape.tokens, width, shape.expand_current, filling),
+            ("model", form) if form else ("model", shape.tokens, width, shape.expand_current, filling),
             lambda: model_step(self.config, shape, rows=width, hidden=True),
             self.params,
             filling,
+            form,
         )
         logits, hidden, self.caches = run(self.caches, self._here(tokens), batches, self._here(wanted))
+        if form is not None:
+            self.captures.add(("model", form), run)
         return self._first(logits, rows), hidden
+
+    def _form(self, pieces: Sequence[Sequence[Piece]], filling: bool) -> Form | None:
+        if filling or not self.capture:
+            return None
+        lengths = [[len(piece.tokens) for piece in mine] for mine in pieces]
+        return form_of(self.capture, lengths, split=self._chosen(filling).split is not None)
+
+    def _capture(self, single: bool) -> None:
+        """Capture the model in all sizes, the largest first, by a step of nothing but padding."""
+        forms, nothing = [Form(tokens, single) for tokens in self.capture], [()] * self.replicas
+        for one in forms:
+            self._forward(nothing, nothing, False, one)
+        self.captures.check()
 
     def predict(
         self,
@@ -183,18 +213,24 @@ class Runner:
         """
         if self.mtp is None:
             raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
-        tokens, shape, batches = self._batches(pieces, filling, least=-1)
-        wanted, taken = _integers(rows), _integers(sources, shape.tokens)
-        width, given = wanted[0].shape[0], hidden[0].shape[0]
+        given = hidden[0].shape[0]
+        form = self._form(pieces, filling) if given in self.capture else None
+        tokens, shape, batches = self._batches(pieces, filling, form, least=-1)
+        wanted = _integers(rows, size=form.tokens if form else None)
+        taken, width = _integers(sources, shape.tokens), wanted[0].shape[0]
         run = self._program(
-            ("mtp", shape.tokens, width, given, shape.expand_current, filling),
+            ("mtp", form, given) if form else ("mtp", shape.tokens, width, given, shape.expand_current, filling),
             lambda: mtp_step(self.config, shape, given=given, rows=width),
             self.mtp,
             filling,
+            form,
         )
         logits, after, self.mtp_caches = run(
             self.mtp_caches, self._here(tokens), hidden, self._here(taken), batches, self._here(wanted)
         )
+        if form is not None:
+            self.captures.add(("mtp", form, given), run)
+            self.captures.check()
         return self._first(logits, rows), after
 
     def decided(self, said: Sequence[Any]) -> list[Any]:
@@ -211,7 +247,7 @@ class Runner:
         return range(0, self.shape.layout.size, self.shape.layout.tp)
 
     def _batches(
-        self, pieces: Sequence[Sequence[Piece]], filling: bool, *, least: int
+        self, pieces: Sequence[Sequence[Piece]], filling: bool, form: Form | None, *, least: int
     ) -> tuple[list[torch.Tensor], StepShape, list[Any]]:
         """The new tokens of each replica, the shape of a step that has room for all, and the batches of the ranks here.
 
@@ -219,9 +255,13 @@ class Runner:
         """
         every = [piece for of_replica in pieces for piece in of_replica]
         split = self._chosen(filling).split
-        tokens = _integers([[token for piece in mine for token in piece.tokens] for mine in pieces], 2 if split else 1)
+        size = form.tokens if form else None
+        tokens = _integers(
+            [[token for piece in mine for token in piece.tokens] for mine in pieces], 2 if split else 1, size=size
+        )
         self._known(tokens, least)
         shape = evolve(self.shape, tokens=tokens[0].shape[0], split=split)
+        shape = form.shape(shape) if form else shape
         if filling and self._expands(every):
             shape = evolve(shape, project_before_merge=True, expand_current=True)
         batches = [
@@ -234,6 +274,8 @@ class Runner:
             )
             for mine in pieces
         ]
+        if form is not None:
+            batches = [[form.batch(of_rank) for of_rank in of_replica] for of_replica in batches]
         layout = shape.layout
         own = [batches[layout.replica(rank)][layout.index("dcp", rank)] for rank in self.backend.here]
         return tokens, shape, own
@@ -260,11 +302,14 @@ class Runner:
         return orchestration(self.prefill_orchestration if filling else self.orchestration)
 
     def _program(
-        self, key: tuple[Any, ...], step: Callable[[], Step], params: Any, filling: bool
+        self, key: tuple[Any, ...], step: Callable[[], Step], params: Any, filling: bool, form: Form | None
     ) -> Callable[..., Any]:
         if key not in self.programs:
             program = schedule(self.backend.lower(step()), self._chosen(filling), mode=self.mode)
-            self.programs[key] = self.backend.compile(program, params)
+            if form is None:
+                self.programs[key] = self.backend.compile(program, params)
+            else:
+                self.programs[key] = self.backend.compile(form.program(program), params, capture=True)
         return self.programs[key]
 
     def _cache(self, layers: int) -> Any:
@@ -288,9 +333,9 @@ class Runner:
         return [own[rank][: len(mine)] if rank in own else None for rank, mine in zip(self._firsts, rows, strict=True)]
 
 
-def _integers(of_replicas: Sequence[Sequence[int]], least: int = 1) -> list[torch.Tensor]:
-    """On the host, from where a step sends them; each padded to the power of two that has room for the longest."""
-    size = max(least, *(round_up(len(values)) for values in of_replicas))
+def _integers(of_replicas: Sequence[Sequence[int]], least: int = 1, *, size: int | None = None) -> list[torch.Tensor]:
+    """On the host, from where a step sends them; padded to `size`, or the power of two with room for the longest."""
+    size = size or max(least, *(round_up(len(values)) for values in of_replicas))
     return [torch.tensor([*values, *[0] * (size - len(values))], dtype=torch.int64) for values in of_replicas]
 
 

@@ -125,8 +125,10 @@ def fused(
 
 def updates(op: Any, q_latent: Aval, *operands: Any) -> str | None:
     """Why a captured call cannot be updated to these lengths: it is for all tokens of the step."""
-    tokens, lengths = q_latent.shape[0], next(one for one in operands if isinstance(one, tuple))
-    if sum(lengths) == tokens:
+    if q_latent.dtype == "fp32":
+        return "its attention in fp32 is plain torch here, launches that depend on lengths (16 bits have an operator)"
+    tokens, lengths = q_latent.shape[0], next((one for one in operands if isinstance(one, tuple)), None)
+    if lengths is None or sum(lengths) == tokens:
         return None
     return (
         f"query_lengths: the sum must be T = {tokens}, tokens of padding being a request's: got {sum(lengths)}, from "

@@ -1,0 +1,149 @@
+"""Captured steps of a runner: the same texts, by which programs, padded how, and held against the law of a session."""
+
+import re
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from mla_fx import Sharding, StepShape, backends, orchestrations, plan_batch
+from mla_fx.backends import cuda
+from mla_fx.batch import whole
+from mla_fx.effects import InputError
+from mla_fx.effects.check import LawError
+from mla_fx.effects.check_session import check_session
+from mla_fx.effects.session import Update
+from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner
+from mla_fx.models.capture import Form, form_of, session, sizes
+from tests.backends.standin import Machine
+from tests.backends.standin_graphs import Graph, Graphs
+from tests.models.served import oracle, random_prompts, run, small
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch, Graphs())
+
+
+def runner(machine: Machine, *, ranks: int = 1, requests: int = 3, **options: Any) -> Runner:
+    shape = StepShape(ranks=ranks, requests=requests, blocks=64, block_size=4, table_width=32, dtype="fp32")
+    backend = machine.backend(ranks, cuda.TABLE, "cuda")
+    return Runner.load(Checkpoint.open(small()), backend, shape=shape, **options)
+
+
+def texts(runner: Runner, drafts: int = 0, count: int = 4) -> list[list[int]]:
+    """Of requests that come and go, more than run at a time."""
+    engine = Engine(runner=runner, chunk=8, drafter=MtpDrafter(runner, drafts) if drafts else None)
+    asked = [engine.add(prompt, max_new_tokens=3 + 2 * k) for k, prompt in enumerate(random_prompts(count, seed=3))]
+    for _ in run(engine):
+        pass
+    return [request.new_tokens for request in asked]
+
+
+@pytest.mark.parametrize(("ranks", "drafts"), [(1, 0), (2, 0), (2, 2)])
+def test_texts_are_those_of_the_dense_model(machine, monkeypatch, ranks, drafts):
+    """With sizes that leave some decode steps eager; captured and eager steps share caches."""
+    replays, replay = [], Graph.replay
+    monkeypatch.setattr(Graph, "replay", lambda graph: (replays.append(graph), replay(graph)))
+    made = runner(machine, ranks=ranks, mtp=drafts > 0, capture=(1, 2, 6) if drafts else (1, 2))
+    right = [oracle(small()).greedy(p, 3 + 2 * k) for k, p in enumerate(random_prompts(4, seed=3))]
+    assert texts(made, drafts) == right
+    assert len(replays) > 5 and len(set(replays)) >= 2
+    kinds = {key[0] for key in made.captures.members}
+    assert kinds == {"model", "mtp"} if drafts else {"model"}
+
+
+def test_the_largest_is_captured_first_and_a_step_goes_as_the_next_larger_size(machine):
+    made = runner(machine, capture=(2, 1, 4))
+    assert texts(made, count=3)
+    forms = [key[1] for key in made.captures.members]
+    assert forms == [Form(4, True), Form(2, True), Form(1, True)]
+    eager = [key for key in made.programs if not isinstance(key[1], Form)]
+    assert eager and all(key[-1] for key in eager)  # those that fill in prompts
+
+
+def test_which_form_a_step_has():
+    given = sizes([2, 8, 4, 2])
+    assert given == (8, 4, 2)
+    for lengths, split, form in (
+        ([[1]], False, Form(2, True)),
+        ([[1, 1, 1]], False, Form(4, True)),
+        ([[1], [1, 1, 1, 1]], False, Form(4, True)),  # replicas: the one with the most
+        ([[1, 2]], False, Form(4, False)),
+        ([[1, 1, 1]], True, Form(4, False)),
+        ([[9]], False, None),
+        ([[]], False, None),
+    ):
+        assert form_of(given, lengths, split=split) == form
+    assert form_of((1,), [[1]], split=True) is None and form_of((), [[1]], split=False) is None
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(
+            InputError, match=re.escape(f"capture: each size must be an integer of at least 1: got {wrong}")
+        ):
+            sizes([wrong])
+
+
+@pytest.mark.parametrize(
+    ("query", "tokens", "requests", "found"),
+    [
+        ((1, 1), 4, 4, (1, 1, 1, 1)),
+        ((1, 2), 6, 3, (1, 2, 3)),
+        ((2, 2), 4, 3, (2, 2, 0)),
+        ((), 3, 3, (1, 1, 1)),
+        ((), 5, 2, (5, 0)),
+        ((0, 2), 3, 3, (0, 2, 1)),
+    ],
+)
+def test_padding_becomes_requests(query, tokens, requests, found):
+    """Without history and without slots; what requests have is as it was."""
+    blocks = [[b] for b in range(len(query))]
+    sizes = {"blocks": 8, "tokens": tokens, "requests": requests, "table_width": 1}
+    (plain,) = plan_batch(Sharding(), history=(3,) * len(query), query=query, block_table=blocks, **sizes)
+    made = whole(plain)
+    assert made.query_lengths == found and sum(found) == tokens
+    assert made._replace(query_lengths=plain.query_lengths) == plain
+    assert all(slot == -1 for slot in made.slots[sum(query) :])
+
+
+def test_padding_without_a_free_request_is_refused():
+    (batch,) = plan_batch(
+        Sharding(), history=(1, 1), query=(1, 1), block_table=[[0], [1]], blocks=2, tokens=3, requests=2, table_width=1
+    )
+    with pytest.raises(InputError, match="requests: one must be free for 1 tokens of padding: got 2, all taken"):
+        whole(batch)
+
+
+# --- the session -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_captured_is_held_against_the_law(machine, monkeypatch):
+    """As a session of all sizes; the runner says so where it is not legal."""
+    made = runner(machine, mtp=True, capture=(1, 2, 6))
+    texts(made, drafts=2)
+    members = list(made.captures.members.values())
+    assert made.captures.checked == len(members) > 4
+    whole_session = session(members[:4])
+    check_session(whole_session)
+    name = next(action for action in whole_session.actions if isinstance(action, Update))
+    less = evolve(whole_session, actions=tuple(a for a in whole_session.actions if a is not name))
+    with pytest.raises(LawError, match="rule 9"):
+        check_session(less)
+    broken = runner(machine, capture=(1, 2))
+    monkeypatch.setattr("mla_fx.models.capture.session", lambda members: less)
+    with pytest.raises(LawError, match="rule 9"):
+        texts(broken)
+
+
+def test_what_cannot_be_captured_is_refused_with_the_reason(machine):
+    shape = StepShape(requests=2, blocks=64, block_size=4, table_width=32, dtype="fp32")
+    made = Runner.load(Checkpoint.open(small()), backends.get("cpu"), shape=shape, capture=(1,))
+    with pytest.raises(InputError, match="capture: must be for a device that has graphs"):
+        texts(made)
+
+
+@pytest.mark.parametrize("name", ["batch-pipelined", "dual-batch"])
+def test_micro_batches(machine, name):
+    made = runner(machine, ranks=2, capture=(2, 4), orchestration=orchestrations.NAMED[name])
+    right = [oracle(small()).greedy(p, 3 + 2 * k) for k, p in enumerate(random_prompts(3, seed=3))]
+    assert texts(made, count=3) == right
+    assert [key[1] for key in made.captures.members] == [Form(4, False), Form(2, False)]
