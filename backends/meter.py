@@ -7,6 +7,7 @@ in issue order: the hostile machine, which does not, cannot be metered.
     sent     what a rank hands over for other ranks: everything, to each of them, where all gather; the parts of the
              others, where each gets its own; of a sum, what a ring would send of it, since how a transport adds is
              its own affair (see `mla_fx.effects.cost`)
+    messages what the transport is asked for, counted there; one for each collective where all ranks are in one process
     values   bytes of memory that results of rules lie in, as long as anything holds it; states and what is a view of
              an input do not count
 
@@ -21,6 +22,7 @@ from typing import Any
 import attrs
 import torch
 from attrs import define, evolve, field, frozen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_fx.backends.backend import Backend, Executable
 from mla_fx.backends.peers import Peers
@@ -35,12 +37,16 @@ from mla_fx.layout import Layout
 
 @define
 class Tally:
-    """Of the calls of one collective: `messages` to the transport, bytes `sent` to others, and both by the formula."""
+    """Of the calls of one collective: `messages` to the transport, bytes `sent` to others, and both by the formula.
+
+    `most`: the formula says how many bytes they are at most, since data decide.
+    """
 
     messages: int = 0
     sent: int = 0
     messages_priced: int = 0
     priced: int = 0
+    most: bool = False
 
     def add(self, other: "Tally") -> None:
         """Take another one into account."""
@@ -48,8 +54,11 @@ class Tally:
         self.sent += other.sent
         self.messages_priced += other.messages_priced
         self.priced += other.priced
+        self.most |= other.most
 
     def __str__(self) -> str:
+        if self.most and self.messages == self.messages_priced and self.sent <= self.priced:
+            return f"{self.messages} messages, {self.sent:,} bytes, of at most {self.priced:,} by the formula"
         alike = (self.messages, self.sent) == (self.messages_priced, self.priced)
         priced = (
             "as the formula says" if alike else f"where the formula says {self.messages_priced} and {self.priced:,}"
@@ -78,7 +87,7 @@ class Meter:
     moved: dict[Place, Tally] = field(factory=lambda: defaultdict(Tally))
     values: dict[int, int] = field(factory=lambda: defaultdict(int))
     values_priced: int = 0
-    _calls: list[list[tuple[int, int]]] = field(factory=list)  # of a run: by rank that sent, its bytes
+    _calls: list[list[tuple[int, Tally]]] = field(factory=list)  # of a run: by rank that sent, what it did
     _alive: dict[int, dict[int, int]] = field(factory=lambda: defaultdict(dict))  # by rank and storage
 
     def counting(self, program: Program, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Any]:
@@ -89,14 +98,14 @@ class Meter:
             self._calls, self._alive = [], defaultdict(dict)
             results = body(leaves)
             for message, call in zip(found.messages, self._calls, strict=True):
-                for rank, sent in call:
-                    self.moved[_place(message.launch, rank)].add(Tally(1, sent, 1, message.sent))
+                for rank, tally in call:
+                    self.moved[_place(message.launch, rank)].add(evolve(tally, priced=message.sent))
             self.values_priced = max(self.values_priced, found.memory.peak)
             return results
 
         return counted
 
-    def call(self, sent: list[tuple[int, int]]) -> None:
+    def call(self, sent: list[tuple[int, Tally]]) -> None:
         """The world was asked to move something: what each rank here sent to others."""
         self._calls.append(sent)
 
@@ -158,30 +167,56 @@ class Counting:
 
     def move(self, how: Meeting, sent: Sequence[Any], *, group: str, spent: bool = False) -> list[Any]:
         """See `World.move`."""
+        with _Messages() as asked:
+            moved = self.world.move(how, sent, group=group, spent=spent)
+        nothing = how != "all_to_all_v" and not sent[0].numel()
+        priced = 0 if nothing else self.world.messages(how, group)
+        messages = asked.count if self.peers else priced  # without a transport there is nothing to count
         size = self.layout.group(group).size
+        others = (
+            _to_others(how, one, size, self.layout.index(group, rank))
+            for rank, one in zip(self.here, sent, strict=True)
+        )
         self.meter.call(
             [
-                (rank, _to_others(how, tensor, size, self.layout.index(group, rank)))
-                for rank, tensor in zip(self.here, sent, strict=True)
+                (rank, Tally(messages, bytes_, priced, most=how == "all_to_all_v"))
+                for rank, bytes_ in zip(self.here, others, strict=True)
             ]
         )
-        return self.world.move(how, sent, group=group, spent=spent)
+        return moved
+
+    def messages(self, how: Meeting, group: str) -> int:
+        """As the world."""
+        return self.world.messages(how, group)
 
     def share(self, value: Any) -> list[Any]:
         """As the world."""
         return self.world.share(value)
 
 
+class _Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what the transports of `torch.distributed` are asked for in here."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
 def _to_others(how: Meeting, sent: Any, ranks: int, mine: int) -> int:
     """Bytes of what a rank hands over that are for others, message by message."""
+    others = [rank for rank in range(ranks) if rank != mine]
     match how:
-        case "all_to_all_v":  # rows, and how many there are for each, which goes before them
-            rows, counts = sent
-            return sum(count * rows[:1].nbytes + 8 for rank, count in enumerate(counts) if rank != mine)
         case "all_gather":
-            return sum(sent.nbytes for rank in range(ranks) if rank != mine)
+            return sum(sent.nbytes for _ in others)
         case "all_to_all":
-            return sum(sent[rank].nbytes for rank in range(ranks) if rank != mine)
+            return sum(sent[rank].nbytes for rank in others)
+        case "all_to_all_v":
+            rows, counts = sent
+            return sum(counts[rank] * rows.shape[1] * rows.element_size() + 8 for rank in others)
         case "all_reduce":
             return on_the_wire(how, ranks, sent.nbytes)
 

@@ -59,6 +59,9 @@ class World(Protocol):
         more, so the sum may be made in it.
         """
 
+    def messages(self, how: Meeting, group: str) -> int:
+        """How many messages to the transport `move` is in a group of this name; one where there is no transport."""
+
     def share(self, value: Any) -> list[Any]:
         """What every rank says, told to all, by rank: small values on the host, that can be pickled."""
 
@@ -83,6 +86,10 @@ class InProcess:
         size = self.layout.group(group).size
         each = (_together(how, sent[first : first + size]) for first in range(0, len(sent), size))
         return [moved for group_of in each for moved in group_of]
+
+    def messages(self, how: Meeting, group: str) -> int:
+        """See `World.messages`."""
+        return 1
 
     def share(self, value: Any) -> list[Any]:
         """See `World.share`; all say the same."""
@@ -244,6 +251,14 @@ class Processes:
         part = added(self._exchange(flat.view(size, own), among).unbind())
         every = self._gather(part, flat if spent or not whole else torch.empty_like(flat), among)
         return every[:count].view(mine.shape)
+
+    def messages(self, how: Meeting, group: str) -> int:
+        """See `World.messages`; none in a group of one.  A sum in rank order is two, and so are rows behind their
+        numbers.
+        """
+        if self._of[group] is None:
+            return 0
+        return 2 if how == "all_to_all_v" or (how == "all_reduce" and self.sums == "rank order") else 1
 
     def _meet(self, work: Any, sent: torch.Tensor) -> None:
         """Behind here, the host or the stream that is current has what a collective brings."""

@@ -27,7 +27,7 @@ of the transport, for what an allocator loses, and for what an operator makes
 for itself.  Exit status 1: it does not fit.
 """
 EXAMPLES: Final = [
-    "mla-fx plan --layout tp=16,dcp=8 --device-memory 64GiB --quantization w8a8",
+    "mla-fx plan --layout tp=16,dcp=8,dp=2,ep=32 --device-memory 64GiB --quantization w8a8",
     "mla-fx plan --model DIR --layout tp=8 --device-memory 80GB --requests 32 --context 16384 --json",
 ]
 

@@ -69,6 +69,17 @@ def test_a_hostile_machine_is_refused(capsys):
     assert "adversary: a hostile machine cannot be metered: got seed 7" in capsys.readouterr().err
 
 
+def test_rows_of_experts_are_those_that_were_chosen(capsys):
+    """Replicas send what their gates say; the formula says how much that is at most."""
+    said = report(capsys, "--layout", "tp=1,dp=2")
+    found = re.findall(
+        r"rank (\d), .*dispatch_tokens over ep\[2\]: 5 messages, ([\d,]+) bytes, of at most ([\d,]+) by", said
+    )
+    assert {rank for rank, _, _ in found} == {"0", "1"}
+    sizes = [[int(size.replace(",", "")) for size in of] for _, *of in found]
+    assert all(5 * 8 < sent <= most for sent, most in sizes) and "where" not in said
+
+
 def test_what_is_not_as_planned_is_told():
     plan = Plan(config=small_config(), shape=StepShape(ranks=2, requests=1), context=1)
     weights = sum(plan.weights.values())

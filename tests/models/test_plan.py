@@ -109,7 +109,7 @@ def runner(asked: Plan, backend) -> Runner:
     return Runner.load(checkpoint(asked.config), backend, shape=shape, mtp=asked.drafts > 0)
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "tp=4", "tp=4,dcp=2"])
+@pytest.mark.parametrize("layout", ["tp=1", "tp=4", "tp=4,dcp=2", "tp=2,dcp=1,dp=2"])
 def test_caches_are_those_of_a_runner(layout):
     for context, drafts in ((33, 0), (64, 1)):
         asked = plan(layout, context=context, drafts=drafts)
@@ -127,6 +127,7 @@ def test_caches_are_those_of_a_runner(layout):
         ("tp=4", 2, {"dtype": "bf16"}),
         ("tp=4", 1, {"project_before_merge": True}),
         ("tp=8,dcp=2", 1, {"replicate_query": True}),
+        ("tp=2,dcp=1,dp=2", 1, {}),
     ],
 )
 def test_values_are_those_alive_in_a_run(layout, drafts, form):
@@ -134,25 +135,27 @@ def test_values_are_those_alive_in_a_run(layout, drafts, form):
     asked = plan(layout, requests=4, chunk=16, drafts=drafts, **form)
     metered = Metered.of(backends.get("cpu", ranks=asked.shape.layout))
     made, meter = runner(asked, metered), metered.meter
-    rows = range(min(4 * (1 + drafts), 16))
+    rows, dp = range(min(4 * (1 + drafts), 16)), asked.shape.layout.dp
     tables = [list(range(k * asked.blocks, (k + 1) * asked.blocks)) for k in range(4)]
     peaks = []
 
     def alive(run, given):
         """What a run holds at its peak on the first rank, and what it was handed beside."""
         meter.values.clear()
-        (logits,), hidden = run()
+        (logits, *_), hidden = run()
         peaks.append(meter.values[0] + sum(one.untyped_storage().nbytes() for one in given))
         return logits, hidden
 
     for tokens, filling in ((16, True), (len(rows), False)):
         pieces = [Piece(tokens=[1] * (tokens // 4), start=0, table=table) for table in tables]
-        logits, hidden = alive(lambda p=pieces, f=filling: made.forward([p], [rows], filling=f), [])
+        logits, hidden = alive(lambda p=pieces, f=filling: made.forward([p] * dp, [rows] * dp, filling=f), [])
         before = [logits, hidden[0]]
         for _ in range(drafts):
             given = [*before]
             logits, hidden = alive(
-                lambda p=pieces, f=filling, h=hidden, n=tokens: made.predict([p], h, [range(n)], [rows], filling=f),
+                lambda p=pieces, f=filling, h=hidden, n=tokens: made.predict(
+                    [p] * dp, h, [range(n)] * dp, [rows] * dp, filling=f
+                ),
                 given,
             )
             before = [*before[:2], logits, hidden[0]]
@@ -283,6 +286,9 @@ def test_the_command_says_what_is_known_and_what_is_not(capsys):
     assert "not known" not in capsys.readouterr().out
     assert main([*V3, "--device-memory", "40GiB"]) == 1
     assert "it does not fit: " in capsys.readouterr().out
+    assert main([*V3, "--layout", "tp=16,dcp=8,dp=2,ep=32", "--device-memory", "64GiB"]) == 0
+    said = capsys.readouterr().out
+    assert "32 devices of 64.000 GiB" in said and "beside tp=32,dcp=8,dp=1,ep=32 with 32 requests a replica: " in said
 
 
 def test_json_has_every_byte(capsys, tmp_path):

@@ -377,6 +377,22 @@ def no_capture(member: Member, *, what: str) -> str:
     return "captured"
 
 
+def room(member: Member) -> list[str]:
+    """Where there is room for two graphs: what is said of a third one, and of a fourth when the first is gone."""
+    emulate().limit(streams=2)
+    graphs, refused = [torch.npu.NPUGraph() for _ in range(4)], []
+    torch.npu.set_stream(torch.npu.Stream())
+    for number, graph in enumerate(graphs):
+        if number == 3:
+            graphs[0].reset()
+        try:
+            graph.capture_begin()
+            graph.capture_end()
+        except RuntimeError as error:
+            refused.append(str(error))
+    return refused
+
+
 def replayed(member: Member, *, seeds: int) -> tuple[list[list[float]], list[list[str]]]:
     """A captured sum over all ranks and an exchange of its doubles, replayed with other inputs; eager ones in between.
 
