@@ -1,38 +1,29 @@
 """The hostile machine: a program run late and out of order, by a seed.
 
 It does whatever the law of a program allows a device to do, and nothing else
-is promised to a program:
+is promised to a program.  How queues and launches move is said in
+`mla_fx.backends.hostile`; here is what a program asks of them:
 
-    Every rank has a host that issues effects in order, and a queue per stream.  Which host or queue
-    moves next is drawn at random; a queue only obeys its own order and the events it waits for.
-    An op begins and ends in two moves, and others may move in between.  It reads at its end.
-    Memory is NaN when it is allocated and again when the op that owns it begins.
+    Every rank has a host that issues effects in order, and a queue per stream.
     Dropped memory is handed to the very next launch on its home stream (any launch: operators allocate
     scratch too), which ruins it as it begins; kept memory only once the keeping streams got there.
-    A state is NaN while an op writes it, all of its memory where what is written is a view.  A workspace that somebody
-    else touched between an op's begin and end makes its results NaN.
     Inputs arrive on the main stream, staged ones when they are sent; outputs are read there, whatever other
     streams still do.
-    A collective pairs the n-th of each rank of its group, whichever op and group that is; a wrong pair is NaN.  Those
-    of a group that is declared independent are counted apart.
     Waiting for an event that has not been recorded does nothing.
-
-Half of the seeds draw uniformly; the others give priorities and change them at
-one to three points, which finds a race of small depth with a known probability
-(PCT: Burckhardt et al., ASPLOS 2010).
 """
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from mla_fx.backends.body import collective_of, forming_rule
-from mla_fx.backends.contract import ContractError, check_results
+from mla_fx.backends.contract import check_results
+from mla_fx.backends.hostile import Hostile, Mark, Move, Task, nothing, poisoned
 from mla_fx.backends.prepared import Prepared
 from mla_fx.backends.rows import RunError
 from mla_fx.backends.table import Rule
@@ -42,55 +33,19 @@ from mla_fx.effects import MAIN, Aval, Drop, Effect, Keep, Launch, Program, Reco
 if TYPE_CHECKING:
     from mla_fx.backends.backend import Backend
 
-_Actor = tuple[int, str]  # rank, and a stream or the host
 _HOST = "<host>"
-
-
-@define(eq=False)
-class _Mark:
-    """A point in a queue: an event, or where a keeping stream was at a drop."""
-
-    passed: bool = False
-
-    def passes(self) -> None:
-        self.passed = True
-
-
-@define(eq=False)
-class _Task:
-    """A launch on one rank."""
-
-    index: int  # of the launch in the program
-    launch: Launch
-    rank: int
-    operands: tuple[Any, ...]
-    results: tuple[torch.Tensor, ...]
-    ruined: list[torch.Tensor]  # dropped memory that this launch takes
-    states: tuple[torch.Tensor, ...]  # the memory that it writes in place
-    saved: tuple[torch.Tensor, ...] = ()  # what these held
-    spoiled: bool = False
-    exchanged: list[tuple[torch.Tensor, ...]] | None = None  # what a collective gave this rank; empty: garbage
-
-
-@frozen(eq=False)
-class _Move:
-    """An entry of a queue: what to do, and when it may be done (None: at any time)."""
-
-    act: Callable[[], None]
-    ready: Callable[[], bool] | None = None
 
 
 @define(eq=False)
 class _Rank:
     """One rank: its queues and its memory.  The host is a queue too, of the effects it has yet to issue."""
 
-    queues: dict[str, deque[_Move]]
+    queues: dict[str, deque[Move]]
     values: dict[str, Any] = field(factory=dict)
-    events: dict[str, _Mark] = field(factory=dict)
+    events: dict[str, Mark] = field(factory=dict)
     kept: dict[str, set[str]] = field(factory=lambda: defaultdict(set))
     free: dict[str, list[torch.Tensor]] = field(factory=lambda: defaultdict(list))
-    pending: list[tuple[list[_Mark], str, torch.Tensor]] = field(factory=list)
-    scratch: dict[str, object] = field(factory=dict)
+    pending: list[tuple[list[Mark], str, torch.Tensor]] = field(factory=list)
     read: dict[str, torch.Tensor] = field(factory=dict)
     sent: dict[str, torch.Tensor] = field(factory=dict)  # what arrives in the inputs
 
@@ -164,6 +119,12 @@ class Adversary:
         assert group is not None
         return self.layout.members(group.name, rank)
 
+    def task(self, launch: Launch, rank: int, index: int, same: Hashable, *memory: Any) -> Task:
+        """A launch, the program's number `index`, on one rank over memory; see `Task`."""
+        partners = self.partners(launch, rank) if launch.op.communicates else ()
+        avals = [self.avals[name] for name in launch.results]
+        return Task(launch, rank, same, partners, self.rules[index][rank], avals, *memory)
+
     def __call__(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """One run; with the same seed and inputs, the same moves."""
         run = _Run(self, random.Random(self.seed))
@@ -172,7 +133,7 @@ class Adversary:
             of_ranks = iter(self.prepared.of(put)) if put.role == "parameter" and self.prepared else loaded
             given.update({(put.name, rank): next(of_ranks) for rank in range(self.ranks)})
         run.start(given)
-        run.drive()
+        run.drive(3 * len(self.program.effects) * self.ranks)
         if self.legal and run.error is not None:
             raise run.error
         for name in self.states:
@@ -187,42 +148,16 @@ class Adversary:
         )
 
 
-class _Run:
+class _Run(Hostile):
     """One execution."""
 
     def __init__(self, machine: Adversary, draw: random.Random) -> None:
-        self.machine, self.draw = machine, draw
+        super().__init__(machine.ranks, draw)
+        self.machine = machine
         names = (_HOST, *machine.program.streams)
         self.state = [_Rank({name: deque() for name in names}) for _ in range(machine.ranks)]
-        # Collectives in the order of each rank, those of each independent group apart.
-        self.entered: list[dict[str, list[_Task]]] = [defaultdict(list) for _ in self.state]
-        self.error: Exception | None = None
-
-    # --- who moves next ----------------------------------------------------
-
-    def drive(self) -> None:
-        """Let hosts and queues move until nothing is left."""
-        queues = {(rank, name): queue for rank, state in enumerate(self.state) for name, queue in state.queues.items()}
-        choose = self.draw.choice if self.draw.random() < 0.5 else self.by_priority([*queues])
-        # One look at the head of every queue for every move: nearly all the time that a run takes goes here.
-        while ready := [one for one, queue in queues.items() if queue and (not queue[0].ready or queue[0].ready())]:
-            queues[choose(ready)].popleft().act()
-        left = sum(map(len, queues.values()))
-        assert left == 0, f"{left} moves can never run"
-
-    def by_priority(self, actors: list[_Actor]) -> Callable[[Sequence[_Actor]], _Actor]:
-        order = {actor: self.draw.random() for actor in actors}
-        steps = 3 * len(self.machine.program.effects) * len(self.state)
-        changes = {self.draw.randrange(steps) for _ in range(self.draw.randint(1, 3))}
-        count = iter(range(10**9))
-
-        def choose(ready: Sequence[_Actor]) -> _Actor:
-            first = max(ready, key=order.__getitem__)
-            if next(count) in changes:
-                order[first] = -self.draw.random()
-            return first
-
-        return choose
+        for rank, state in enumerate(self.state):
+            self.queues.update({(rank, name): queue for name, queue in state.queues.items()})
 
     # --- the host ----------------------------------------------------------
 
@@ -233,16 +168,16 @@ class _Run:
             for put in self.machine.program.inputs:
                 leaf = given[put.name, rank]
                 if isinstance(leaf, torch.Tensor):
-                    state.values[put.name] = _poisoned(put.aval)
+                    state.values[put.name] = poisoned(put.aval)
                     state.sent[put.name] = leaf
                     if put.place != "staged":
                         arriving.append(put.name)
                 else:
                     state.values[put.name] = leaf
-            state.queues[MAIN].append(_Move(partial(self.arrive, state, arriving)))
+            state.queues[MAIN].append(Move(partial(self.arrive, state, arriving)))
             effects = zip(self.machine.index, self.machine.program.effects, strict=True)
-            state.queues[_HOST].extend(_Move(partial(self.issue, rank, state, *one)) for one in effects)
-            state.queues[_HOST].append(_Move(partial(self.finish, state)))
+            state.queues[_HOST].extend(Move(partial(self.issue, rank, state, *one)) for one in effects)
+            state.queues[_HOST].append(Move(partial(self.finish, state)))
 
     def arrive(self, state: _Rank, names: Sequence[str]) -> None:
         for name in names:
@@ -250,7 +185,7 @@ class _Run:
 
     def finish(self, state: _Rank) -> None:
         """The host has issued all effects: outputs are read on the main stream, behind what it has been given."""
-        state.queues[MAIN].append(_Move(partial(self.read, state)))
+        state.queues[MAIN].append(Move(partial(self.read, state)))
 
     def issue(self, rank: int, state: _Rank, index: int, effect: Effect) -> None:
         """The host of a rank issues an effect; `index` numbers launches."""
@@ -258,13 +193,13 @@ class _Run:
             case Launch():
                 self.launch(rank, state, effect, index)
             case Stage():
-                state.queues[MAIN].append(_Move(partial(self.arrive, state, effect.values)))
+                state.queues[MAIN].append(Move(partial(self.arrive, state, effect.values)))
             case Record():
-                mark = state.events[effect.event] = _Mark()
-                state.queues[effect.stream].append(_Move(mark.passes))
+                mark = state.events[effect.event] = Mark()
+                state.queues[effect.stream].append(Move(mark.passes))
             case Wait():
-                event = state.events.get(effect.event, _Mark(passed=True))
-                state.queues[effect.stream].append(_Move(_nothing, lambda: event.passed))
+                event = state.events.get(effect.event, Mark(passed=True))
+                state.queues[effect.stream].append(Move(nothing, lambda: event.passed))
             case Keep():
                 state.kept[self.machine.root[effect.value]].add(effect.stream)
             case Drop():
@@ -276,7 +211,7 @@ class _Run:
         results = tuple(
             machine.view(name, rank, state.values[machine.root[name]])
             if machine.root[name] != name
-            else _poisoned(machine.avals[name])
+            else poisoned(machine.avals[name])
             for name in launch.results
         )
         state.values.update(zip(launch.results, results, strict=True))
@@ -285,10 +220,11 @@ class _Run:
             state.pending.remove(entry)
             ruined.append(entry[2])
         states = tuple(state.values[machine.root[launch.operands[position]]] for position in launch.op.written())
-        task = _Task(index, launch, rank, operands, results, ruined, states)
+        memory = operands, results, ruined, states, launch.op.uses
+        task = machine.task(launch, rank, index, index, *memory)
         queue = state.queues[launch.stream]
-        queue.append(_Move(partial(self.begin, task)))
-        queue.append(_Move(partial(self.end, task), partial(self.met, task) if launch.op.communicates else None))
+        queue.append(Move(partial(self.begin, task)))
+        queue.append(Move(partial(self.end, task), partial(self.met, task) if launch.op.communicates else None))
 
     def drop(self, state: _Rank, memory: str) -> None:
         tensor, home = state.values[memory], self.machine.home.get(memory)
@@ -296,8 +232,8 @@ class _Run:
             return  # an input: the caller still has it
         marks = []
         for stream in sorted(state.kept.pop(memory, ())):
-            marks.append(mark := _Mark())
-            state.queues[stream].append(_Move(mark.passes))
+            marks.append(mark := Mark())
+            state.queues[stream].append(Move(mark.passes))
         if marks:
             state.pending.append((marks, home, tensor))
         else:
@@ -308,97 +244,6 @@ class _Run:
         for name in (*self.machine.program.outputs, *self.machine.states):
             state.read[name] = state.values[name].clone()
 
-    # --- the device --------------------------------------------------------
-
-    def begin(self, task: _Task) -> None:
-        launch, state = task.launch, self.state[task.rank]
-        task.saved = tuple(memory.clone() for memory in task.states)
-        given = [result for k, result in enumerate(task.results) if k not in launch.op.viewed()]
-        for tensor in (*given, *task.states, *task.ruined):
-            _poison(tensor)
-        for name in launch.op.uses:
-            state.scratch[name] = task
-        if launch.op.communicates:
-            self.entered[task.rank][_lane(task)].append(task)
-
-    def met(self, task: _Task) -> bool:
-        """A collective ends when every rank of its group has entered its n-th one."""
-        lane = _lane(task)
-        turn = self.entered[task.rank][lane].index(task)
-        return all(len(self.entered[rank][lane]) > turn for rank in self.machine.partners(task.launch, task.rank))
-
-    def end(self, task: _Task) -> None:
-        launch, state = task.launch, self.state[task.rank]
-        for name in launch.op.uses:
-            task.spoiled |= state.scratch[name] is not task
-            state.scratch[name] = object()
-        for memory, held in zip(task.states, task.saved, strict=True):
-            memory.copy_(held)
-        results = self.exchange(task) if launch.op.communicates else self.compute(task)
-        for k, tensor in enumerate(task.results):
-            if k in launch.op.viewed():
-                continue
-            if task.spoiled or results is None:
-                _poison(tensor)
-            elif k not in launch.op.written().values():
-                tensor.copy_(results[k])
-
-    def compute(self, task: _Task) -> Sequence[torch.Tensor] | None:
-        results: Sequence[torch.Tensor] | None = self.call(self.machine.rules[task.index][task.rank], *task.operands)
-        return self.hold(task, results)
-
-    def exchange(self, task: _Task) -> Sequence[torch.Tensor] | None:
-        """The first rank to end computes for its group; a pair of different collectives is garbage."""
-        lane = _lane(task)
-        turn = self.entered[task.rank][lane].index(task)
-        partners = [self.entered[rank][lane][turn] for rank in self.machine.partners(task.launch, task.rank)]
-        if task.exchanged is None:
-            same = all(partner.index == task.index for partner in partners)
-            operands = [x for partner in partners for x in partner.operands]
-            found = self.call(self.machine.rules[task.index][task.rank], *operands) if same else None
-            count = len(task.results)
-            for number, partner in enumerate(partners if same else [task]):
-                partner.exchanged = [found[number * count : (number + 1) * count]] if found is not None else []
-        return self.hold(task, task.exchanged[0] if task.exchanged else None)
-
-    def hold(self, task: _Task, results: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor] | None:
-        """What the rule gave, if it is what a rule may give."""
-        if results is not None:
-            try:
-                check_results(task.launch, task.operands, results, [self.machine.avals[n] for n in task.launch.results])
-            except ContractError as error:
-                self.error = self.error or RunError(task.launch, task.rank, error)
-                return None
-        return results
-
-    def call(self, rule: Rule, *operands: Any) -> Any:
-        """A rule may choke on garbage that a race left it; in a legal program it may not."""
-        try:
-            return rule(*operands)
-        except Exception as error:
-            self.error = self.error or error
-            return None
-
-
-def _lane(task: _Task) -> str:
-    """Which collectives this one is counted with: those of its group, where that is independent; all others."""
-    group = task.launch.op.group_of()
-    return group.name if group is not None and group.independent else ""
-
-
-def _nothing() -> None:
-    pass
-
 
 def _zeros(aval: Aval, *, on_host: bool) -> Any:
     return (0,) * aval.shape[0] if on_host else torch.zeros(aval.shape, dtype=DTYPES[aval.dtype])
-
-
-def _poisoned(aval: Aval) -> torch.Tensor:
-    tensor = torch.empty(aval.shape, dtype=DTYPES[aval.dtype])
-    _poison(tensor)
-    return tensor
-
-
-def _poison(tensor: torch.Tensor) -> None:
-    tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)

@@ -159,7 +159,7 @@ class Backend:
         """Turn a program into a function of its arguments, all but the parameters.
 
         `capture`: on a device that has graphs, one replay of a graph from the second call on, with the states of the
-        first; what it gives holds until its next call (`mla_fx.backends.captured`).
+        first; what it gives holds until the next replay on the device (`mla_fx.backends.captured`).
 
         Raises `LawError` for an illegal one, `MissingRuleError` for an op without rule and definition, `InputError`
         for an op that an operator refuses and where `prepared` is not what the program asks for.  `unchecked` skips

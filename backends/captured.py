@@ -7,10 +7,11 @@
 A graph reads and writes addresses, so what a call brings is copied to where the
 graph reads: all integers by one copy from pinned memory, a floating input by one
 of its own, unless it is there already.  States are those of the first call for
-good.  Results are the graph's memory and hold until its next replay.  All
-graphs of a device share one pool: they run one at a time, in any order, since
-one thread issues them and each comes behind the last; what they return is held,
-so no other graph is given it.
+good.  Results are the graph's memory.  All graphs of a device share one pool:
+they run one at a time, in any order, since one thread issues them and each
+comes behind the last.  What one returns is held, so no graph that is captured
+later is given it; but it may lie where one that was captured before has passing
+values.  So results hold until the next replay of any.
 
 A launch with integers on the host, `Program.updatable`, is captured with the
 integers of one step.  A device that updates launches (an NPU) has it as a task
@@ -153,10 +154,11 @@ class Captured:
 
     @classmethod
     def of(cls, program: Program, backend: "Backend", prepared: Prepared | None) -> "Captured":
-        """Raises `InputError` where the device captures nothing, or a rule wants integers that it does not update."""
+        """Raises `InputError` where the device captures nothing, or a rule waits, or wants integers not updated."""
         device, ranks, table = backend.device, backend.here, backend.table
         if backend.adversary is not None or (why := refusal(device)):
             raise InputError(f"capture: {why if backend.adversary is None else 'must not be on the hostile machine'}")
+        _must_not_wait(program)
         updated = updates(device)
         if not updated:
             _must_take_tensors(program, backend)
@@ -296,6 +298,14 @@ class Captured:
 
 def _tensor(leaf: Any) -> torch.Tensor:
     return leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf, dtype=torch.int64)
+
+
+def _must_not_wait(program: Program) -> None:
+    """Refuse a launch that waits for the device, which runs nothing while it is captured."""
+    for launch in program.launches:
+        if launch.op.waits:
+            where = f"{launch.tag}, {launch.op.name}" if launch.tag else launch.op.name
+            raise InputError(f"capture: must be of a program that waits for nothing: got {where}")
 
 
 def _must_take_tensors(program: Program, backend: "Backend") -> None:

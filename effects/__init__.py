@@ -46,7 +46,6 @@ from mla_fx.effects.session import Update as Update
 from mla_fx.effects.session import every_order as every_order
 from mla_fx.effects.session import in_turn as in_turn
 from mla_fx.effects.session import turn as turn
-from mla_fx.effects.session import updatable as updatable
 from mla_fx.effects.step import Equation as Equation
 from mla_fx.effects.step import Input as Input
 from mla_fx.effects.step import Step as Step

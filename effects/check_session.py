@@ -15,11 +15,11 @@ they are within one, and
 
 Which memory may be one.  A value of a capture has one address.  What is free in
 its pool when the capture begins may be given to it: of the captures and runs
-before, on the same stream, all but their outputs, and outputs that have been
-dropped.  So an output of A may lie where B has passing values only if B was
-captured first, and passing values of both may always be one memory.  Whether
-they are is luck, and the law knows no sizes: what may be is refused.  Memory
-that is free in no pool is anybody's at any time.
+before, what they let go of on the same stream, which is all but their outputs.
+So passing values of two captures may always be one memory, and an output may
+lie where a program has passing values that was captured before, never one that
+was captured later.  Whether they are is luck, and the law knows no sizes: what
+may be is refused.  Memory that is let go of in no pool is anybody's at any time.
 
 Nothing is shared with who makes sessions, and nothing with the law of a program
 but `violations` and their words.  `order` of a violation is True where some
@@ -48,7 +48,7 @@ from mla_fx.effects.session import (
     Taken,
     Update,
 )
-from mla_fx.effects.session_memory import Buffer, Captured, Content, Facts, Life, Place, Use, facts_of
+from mla_fx.effects.session_memory import Buffer, Captured, Content, Facts, Life, Place, Use, facts_of, see
 
 
 def check_session(session: Session) -> None:
@@ -115,13 +115,14 @@ class _Checker:
     # --- form, and programs by themselves --------------------------------------
 
     def one_memory(self, names: tuple[str, ...]) -> None:
-        avals = set()
+        avals, known = set(), list[str]()
         for name in names:
             member, _, put = name.partition(".")
             inputs = {one.name: one for one in self.members[member].program.inputs} if member in self.members else {}
-            if put not in inputs or name in self.state:
-                self.form(f"shared: must name inputs of members, each once: got {name}")
+            if put not in inputs or name in self.state or any(member == one.partition(".")[0] for one in known):
+                self.form(f"shared: must name inputs of members, each once, and one of each: got {name}")
                 continue
+            known.append(name)
             avals.add((inputs[put].aval, inputs[put].place))
             self.state[name] = names[0]
         if len(avals) > 1:
@@ -157,6 +158,8 @@ class _Checker:
                     owner, _, output = source.partition(".")
                     if put not in self.facts[action.member].inputs:
                         return f"must take data inputs of {member}: got {put}"
+                    if isinstance(action, Run) and put in self.facts[action.member].shown:
+                        return f"must take data inputs of {member} that no output lies in: got {put}"
                     if owner not in self.members or output not in self.facts[owner].outputs:
                         return f"must take outputs of members: got {source}"
         return ""
@@ -176,13 +179,14 @@ class _Checker:
 
     def use(
         self, action: Action, stream: str = MAIN, reads: Iterable[Place] = (), writes: Iterable[Place] = (),
-        lanes: frozenset[str] = frozenset(), life: Life | None = None,
+        ends: Iterable[Place] = (), lanes: frozenset[str] = frozenset(), life: Life | None = None,
     ) -> Use:  # fmt: skip
         """An action on a stream, held against all that it may run beside."""
         clock = self.clock(stream)
         seen = dict(clock)
         clock[stream] = clock.get(stream, 0) + 1
-        use = Use(action, self.number, stream, clock[stream], seen, frozenset(reads), frozenset(writes), lanes, life)
+        places = frozenset(reads), frozenset(writes), frozenset(ends)
+        use = Use(action, self.number, stream, clock[stream], seen, *places, lanes, life)
         for other, uses in self.uses.items():
             for earlier in reversed(uses if other != stream else ()):
                 if earlier.before(use):
@@ -195,7 +199,8 @@ class _Checker:
     def beside(self, first: Use, second: Use) -> None:
         """Two actions without an order, and what they may not have in common."""
         missing = f"missing order: {first} -> {second}"
-        for kind, name in sorted((first.writes & (second.reads | second.writes)) | (first.reads & second.writes)):
+        both = first.writes & (second.reads | second.writes | second.ends) | first.reads & (second.writes | second.ends)
+        for kind, name in sorted(both):
             self.wrong(2, f"{first} and {second} share {kind} {name!r}; {missing}", first, second)
         if first.lanes & second.lanes:
             text = f"{first} and {second} are collectives, which all ranks must run in one order"
@@ -216,8 +221,8 @@ class _Checker:
 
     def record(self, record: Record) -> None:
         if record.event in self.events:
-            first = self.events[record.event][0]
-            self.found.append(Violation(4, f"event {record.event} is recorded twice", first, record))
+            text = f"event {record.event} is recorded twice"
+            self.found.append(Violation(4, text, self.events[record.event][0], record))
         self.events[record.event] = (record, dict(self.clock(record.stream)))
 
     def wait(self, wait: Wait) -> None:
@@ -225,7 +230,7 @@ class _Checker:
             text = f"{wait.stream} waits for event {wait.event}, which is not recorded before"
             self.found.append(Violation(4, f"{text}; missing: record {wait.event}", None, wait))
             return
-        _see(self.clock(wait.stream), self.events[wait.event][1])
+        see(self.clock(wait.stream), self.events[wait.event][1])
         self.waited.add(wait.event)
 
     # --- actions -------------------------------------------------------------------
@@ -233,7 +238,8 @@ class _Checker:
     def act(self, action: Action) -> None:
         match action:
             case Reserve():
-                self.room({action.buffer: action.size}, self.use(action, writes=[("workspace", action.buffer)]))
+                asked = {action.buffer: action.size}
+                self.room(asked, self.use(action, ends=self.replaced(asked)))
             case Capture():
                 self.capture(action)
             case Update():
@@ -255,20 +261,19 @@ class _Checker:
                 self.wait(action)
 
     def capture_of(self, action: Fill | Replay | Release) -> Captured | None:
-        captured, released = self.captures.get(action.member), self.released.get(action.member)
-        if captured is None and released is not None:
-            text = f"{action} [{self.number}] comes after {released}, which gave its memory back"
-            self.found.append(Violation(7, text, released.action, action))
+        captured, gone = self.captures.get(action.member), self.released.get(action.member)
+        if captured is None and gone is not None:
+            text = f"{action} [{self.number}] comes after {gone}, which gave its memory back"
+            self.found.append(Violation(7, text, gone.action, action))
         elif captured is None:
             self.form(f"'{action}' must be of a member that is captured: got {action.member}", action)
         return captured
 
     def capture(self, capture: Capture) -> None:
         member, facts = self.members[capture.member], self.facts[capture.member]
-        use = self.use(capture)
+        use = self.use(capture, ends=self.replaced(dict(member.room)))
         self.room(dict(member.room), use)
         life = Life(member, facts, self.number, captured=True)
-        life.let_go(facts.passing, self.number)
         self.captures[member.name] = Captured(use, life)
         self.take(life)
         if not member.staging:
@@ -283,103 +288,107 @@ class _Checker:
             self.contents.pop(f"{life.member.name}.{output}", None)
             self.dropped.pop(f"{life.member.name}.{output}", None)
 
-    def room(self, asked: Mapping[str, int], use: Use) -> None:
-        """Buffers grow to what is asked; rule 10 is held where a capture makes one grow, or a graph uses it later."""
-        for name, size in asked.items():
-            buffer = self.buffers[name]
-            if size <= buffer.size:
-                continue
-            if isinstance(use.action, Capture):
-                text = f"{use} asks {size} bytes of {name!r}, which has {buffer.size}"
-                self.wrong(10, f"{text}; missing: reserve {name} {size} before", None, use)
-            buffer.size, buffer.grown = size, use
+    def replaced(self, asked: Mapping[str, int]) -> list[Place]:
+        """What is no more when buffers grow to what is asked."""
+        grown = [name for name, size in asked.items() if size > self.buffers[name].size]
+        return [(kind, name) for name in grown for kind in ("workspace", "input")]
 
-    def same_buffers(self, captured: Captured, names: Iterable[str], use: Use) -> None:
-        """Rule 10: a graph knows buffers as they were at its capture."""
-        for name in names:
+    def room(self, asked: Mapping[str, int], use: Use) -> None:
+        """Buffers grow to what is asked."""
+        for name, size in asked.items():
+            if size > self.buffers[name].size:
+                self.buffers[name] = Buffer(size, use)
+
+    def same_buffers(self, captured: Captured, use: Use) -> None:
+        """Rule 10: a graph knows buffers as they were before its capture, and that of its static inputs as it was then.
+
+        A workspace cannot be made in a capture: it would be the pool's.
+        """
+        facts, since = captured.life.facts, captured.use.number
+        for name in (*facts.workspaces, facts.static):
             grown = self.buffers[name].grown
-            if grown is not None and grown.number > captured.use.number:
-                text = f"{use} uses {name!r} as it was at {captured.use}, and {grown} has made it grow"
+            if grown is not None and (grown.number > since or (grown.number == since and name != facts.static)):
+                text = f"{use} uses {name!r} as it was before {captured.use}, and {grown} has made it grow"
                 missing = f"reserve {name} {self.buffers[name].size} before {captured.use}"
                 self.wrong(10, f"{text}; missing: {missing}", grown, use)
 
     def fill(self, fill: Fill, captured: Captured) -> None:
-        facts = captured.life.facts
-        if facts.static:
-            place = ("input", facts.static)
-            use = self.use(fill, fill.stream, reads=self.sources(fill.takes), writes=[place])
-            self.same_buffers(captured, filter(None, [captured.life.member.staging]), use)
-            self.anybodys(facts.static, use)
-            self.spoil(use)
-            self.filled[facts.static] = (fill.member, use)
+        static = captured.life.facts.static
+        use = self.use(fill, fill.stream, self.sources(fill.takes), [("input", static)] if static else [])
+        self.apart(fill, use)
+        self.spoil(use)
+        self.filled[static] = (fill.member, use)
 
     def update(self, update: Update) -> None:
         captured = self.captures.get(update.member)
         if captured is None or update.launch not in captured.life.facts.updatable:
-            what = "no capture" if captured is None else "no launch with an operand on the host"
+            what = "no capture" if captured is None else "no launch with operands on the host to set"
             self.found.append(Violation(9, f"'{update}' belongs to {what}", None, update))
             return
         use = self.use(update, update.stream)
-        if update.launch in captured.pending:
-            first = captured.pending[update.launch]
-            self.wrong(9, f"{first} and {use} are for one replay; missing: a replay between", first, use)
         for replay in captured.replays:
             if not replay.before(use):
                 self.wrong(9, f"{use} writes what {replay} reads; missing order: {replay} -> {use}", replay, use)
-        captured.pending[update.launch] = use
+        captured.pending[update.launch].append(use)
 
     def replay(self, replay: Replay, captured: Captured) -> None:
-        life = captured.life
-        facts = life.facts
-        use = self.use(replay, replay.stream, facts.reads, facts.writes, facts.lanes, life)
+        life, facts = captured.life, captured.life.facts
+        use = self.use(replay, replay.stream, facts.reads, facts.writes, (), facts.lanes, life)
         self.static(captured, use)
-        self.same_buffers(captured, facts.buffers, use)
-        if not life.member.pool:
-            for since, value in life.free.values():
-                text = f"{use} uses {value}, whose memory is anybody's since {self.session.actions[since]} [{since}]"
-                self.wrong(7, f"{text}; missing: a pool", captured.use, use)
-        for launch in facts.updatable:
-            if launch not in captured.pending:
-                text = f"{use} runs {launch}, and nothing has set its operands on the host since"
-                last = captured.replays[-1] if captured.replays else captured.use
-                self.wrong(9, f"{text} {last}; missing: update {replay.member}.{launch}", last, use)
-        for one in captured.pending.values():
-            _see(self.clock(replay.stream), {**one.seen, one.stream: one.tick})
-        captured.pending = {}
+        self.same_buffers(captured, use)
+        if not life.member.pool and facts.streams:
+            text = f"{use} uses memory that is anybody's since {captured.use}, all but that of its outputs"
+            self.wrong(7, f"{text}; missing: a pool", captured.use, use)
+        self.updated(captured, use)
+        for one in (one for updates in captured.pending.values() for one in updates):
+            see(self.clock(replay.stream), {**one.seen, one.stream: one.tick})
+        captured.pending.clear()
         captured.replays = [one for one in captured.replays if not one.before(use)] + [use]
         self.gives(use, life)
 
+    def updated(self, captured: Captured, use: Use) -> None:
+        """Rule 9: each launch that is updatable has one update for this replay."""
+        last = captured.replays[-1] if captured.replays else captured.use
+        for launch in captured.life.facts.updatable:
+            updates = captured.pending[launch]
+            if not updates:
+                text = f"{use} runs {launch}, and nothing has set its operands on the host since {last}"
+                self.wrong(9, f"{text}; missing: update {captured.life.member.name}.{launch}", last, use)
+            for one in updates[1:]:
+                self.wrong(9, f"{updates[0]} and {one} are for one replay, {use}; missing: a replay between", one, use)
+
     def static(self, captured: Captured, use: Use) -> None:
-        """Static inputs hold what was last filled for this program."""
+        """Static inputs hold what was last filled for this program, and their memory has not been let go of."""
         place, member = captured.life.facts.static, captured.life.member
         if not place:
             return
-        self.anybodys(place, use)
         whose, fill = self.filled.get(place, ("", None))
+        drop = self.dropped.get(place)
+        if drop is not None:
+            text = f"{use} takes static inputs, whose memory is anybody's since {drop}"
+            self.wrong(7, f"{text}; missing order: {use} -> {drop}", drop, use)
         if fill is None:
             self.wrong(1, f"{use} takes static inputs; missing: fill {member.name}", captured.use, use)
         elif whose != member.name:
             text = f"{use} takes static inputs from {place!r}, which holds those of {fill}"
             self.wrong(7, f"{text}; missing: fill {member.name}", fill, use)
 
-    def anybodys(self, place: str, use: Use) -> None:
-        """Rule 7: a buffer of static inputs has not been let go of."""
-        drop = self.dropped.get(place)
-        if drop is not None:
-            text = f"{use} uses static inputs, whose memory is anybody's since {drop}"
-            self.wrong(7, f"{text}; missing order: {use} -> {drop}", drop, use)
-
     def run(self, run: Run) -> None:
         member, facts = self.members[run.member], self.facts[run.member]
         life = Life(member, facts, self.number, captured=False)
         reads = [place for place in facts.reads if place[0] == "state"]
-        use = self.use(run, MAIN, [*reads, *self.sources(run.takes)], facts.writes, facts.lanes, life)
-        self.room(dict(member.room), use)
-        if member.name in self.lives:
-            self.lives[member.name].let_go_of_all(self.number)
-        life.let_go(facts.passing, self.number)
+        reads, asked = [*reads, *self.sources(run.takes)], dict(member.room)
+        use = self.use(run, MAIN, reads, facts.writes, self.replaced(asked), facts.lanes, life)
+        self.apart(run, use)
+        self.room(asked, use)
         self.take(life)
         self.gives(use, life)
+
+    def apart(self, action: Fill | Run, use: Use) -> None:
+        """Rule 2: what is taken does not lie where the action itself writes."""
+        if use.writes.intersection(self.sources(action.takes)):
+            text = f"{use} takes outputs from where it writes; missing: a copy of them"
+            self.found.append(Violation(2, text, None, action))
 
     def sources(self, takes: tuple[Taken, ...]) -> list[Place]:
         """The outputs that are taken, and the memory that they lie in where that has a name."""
@@ -405,9 +414,12 @@ class _Checker:
         """What an action reads of outputs is there, and is what was given last."""
         for name in sorted(name for kind, name in use.reads if kind == "output"):
             member, content = name.partition(".")[0], self.contents.get(name)
-            gone = self.released.get(member) or self.dropped.get(name)
+            gone, dropped = self.released.get(member), self.dropped.get(name)
             if gone is not None:
                 self.wrong(7, f"{use} takes {name} after {gone}; missing order: {use} -> {gone}", gone, use)
+            elif dropped is not None:
+                text = f"{use} takes {name} after {dropped}"
+                self.found.append(Violation(7, text, dropped.action, use.action))
             elif content is None:
                 text = f"{use} takes {name}, which nothing gives; missing: a replay or a run of {member}"
                 self.found.append(Violation(1, text, None, use.action))
@@ -424,26 +436,14 @@ class _Checker:
         self.wrong(content.life.whose(by.life), f"{text} {where}; {missing}", by, use)
 
     def drop(self, drop: Drop) -> None:
-        """Memory is anybody's, or its pool's; that it is no more is the law of what comes."""
-        member, _, value = drop.value.partition(".")
-        place, life = self.place_of(drop.value), self.lives.get(member)
+        """Memory is anybody's, or its pool's."""
+        place, life = self.place_of(drop.value), self.lives.get(drop.value.partition(".")[0])
         if life is None or place is None:
-            self.found.append(Violation(7, f"'{drop}' lets go of what nothing has taken", None, drop))
-            return
-        where = life.facts.outputs.get(value)
-        if place != drop.value or not isinstance(where, str):
-            self.dropped[place] = self.use(drop, writes=[("input", place)])
-            return
-        self.dropped[place] = self.use(drop, life=None if life.member.pool else life)
-        life.let_go({life.facts.home[where]: where}, self.number)
+            self.form(f"'{drop}' must let go of what is there", drop)
+        else:
+            self.dropped[place] = self.use(drop, writes=[("input", place)] if place != drop.value else [])
 
     def release(self, release: Release, captured: Captured) -> None:
         life = captured.life
         self.released[release.member] = self.use(release, life=life)
-        life.let_go_of_all(self.number)
         del self.captures[release.member]
-
-
-def _see(clock: dict[str, int], other: Mapping[str, int]) -> None:
-    for stream, tick in other.items():
-        clock[stream] = max(clock.get(stream, 0), tick)

@@ -26,7 +26,7 @@ stream.  What is freed in no pool is anybody's, outside of the session too.
 Workspaces, staging buffers and streams are shared by their names, inputs where
 `Session.shared` says so.  What is staged or data to a captured program lies in
 static buffers, which `Fill` fills: a graph has no `Stage`.  An operand of dtype
-"host" makes a launch updatable; nothing else does.
+"host" that is not fixed makes a launch updatable; nothing else does.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -190,11 +190,6 @@ class Session:
         return "\n".join([*head, *(f"{stream:<{width}}  {action}" for stream, action in shown)])
 
 
-def updatable(program: Program) -> tuple[str, ...]:
-    """The launches whose operands on the host change, by the names of their first results, in issue order."""
-    return tuple(launch.results[0] for launch in program.updatable() if launch.results)
-
-
 def turn(member: Member, *, captured: bool) -> tuple[Action, ...]:
     """One turn of a program alone: run it, or update, fill and replay it; then read all outputs.
 
@@ -204,7 +199,7 @@ def turn(member: Member, *, captured: bool) -> tuple[Action, ...]:
     reads: tuple[Action, ...] = tuple(Read(name, output) for output in dict.fromkeys(program.outputs))
     if not captured:
         return (Run(name), *reads)
-    updates: tuple[Action, ...] = tuple(Update(name, launch) for launch in updatable(program))
+    updates: tuple[Action, ...] = tuple(Update(name, one.results[0]) for one in program.updatable() if one.results)
     if updates:
         updates = (Record(MAIN, "ready"), Wait("update", "ready"), *updates)
     return (*updates, Fill(name), Replay(name), *reads)

@@ -1,6 +1,7 @@
 """What the law of a session knows of memory: what a program touches, who has which memory since when."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 
 from attrs import define, field, frozen
 
@@ -19,14 +20,15 @@ class Facts:
     lanes: frozenset[str]  # of its collectives: an independent group, or "" for all others
     home: Mapping[str, str]  # memory that the program allocates -> its stream
     outputs: Mapping[str, Place | str]  # output -> where it lies: memory with a name, or that of a value
-    passing: Mapping[str, str]  # stream -> a value there that is no output
-    buffers: tuple[str, ...]  # workspaces and the staging buffer, where it is shared
-    static: str  # the buffer of its static inputs, "" where it has none
-    inputs: frozenset[str]  # static ones
+    streams: frozenset[str]  # on which it takes memory: operators take some for themselves, too
+    workspaces: tuple[str, ...]
+    static: str  # the buffer of its static inputs, "" where it takes none
+    inputs: frozenset[str]  # static ones, those too that nothing takes
+    shown: frozenset[str]  # those that outputs lie in
     updatable: tuple[str, ...]
 
 
-@define(eq=False)
+@frozen(eq=False)
 class Life:
     """The memory of one capture or one run."""
 
@@ -34,31 +36,14 @@ class Life:
     facts: Facts
     taken: int  # number of the action that takes it
     captured: bool
-    free: dict[str, tuple[int, str]] = field(factory=dict)  # stream -> since when there is free memory, and whose
-
-    def let_go(self, values: Mapping[str, str], number: int) -> None:
-        """On each of these streams memory is free from this action on, that of this value."""
-        for stream, value in values.items():
-            self.free.setdefault(stream, (number, value))
-
-    def let_go_of_all(self, number: int) -> None:
-        """All is free from this action on."""
-        self.let_go({stream: value for value, stream in self.facts.home.items()}, number)
-
-    def may_take(self, other: "Life", streams: Iterable[str]) -> bool:
-        """Whether what is taken here on these streams may have been the other's: it was free by then."""
-        return any(stream in other.free and other.free[stream][0] < self.taken for stream in streams)
 
     def shares(self, other: "Life") -> bool:
         """Whether both take from one pool."""
         return bool(self.member.pool) and self.member.pool == other.member.pool
 
     def may_be(self, other: "Life") -> bool:
-        """Whether some memory of both may be one."""
-        if self is other:
-            return True
-        homes, others = self.facts.home.values(), other.facts.home.values()
-        return self.shares(other) and (self.may_take(other, homes) or other.may_take(self, others))
+        """Whether some memory of both may be one: the later one takes what the earlier one has let go of."""
+        return self is other or (self.shares(other) and bool(self.facts.streams & other.facts.streams))
 
     def whose(self, other: "Life") -> int:
         """The rule that keeps them apart: of captures over one pool, or of captures and whoever else is there."""
@@ -76,6 +61,7 @@ class Use:
     seen: Mapping[str, int]
     reads: frozenset[Place] = frozenset()
     writes: frozenset[Place] = frozenset()
+    ends: frozenset[Place] = frozenset()  # what is no more: whoever used it must be through
     lanes: frozenset[str] = frozenset()
     life: Life | None = None  # all of which it writes
 
@@ -102,7 +88,7 @@ class Content:
             return self.where in use.writes
         if use.life is None or use.life is self.life or not self.life.shares(use.life):
             return False
-        return self.life.may_take(use.life, [self.life.facts.home[self.where]])
+        return use.life.taken < self.life.taken and self.life.facts.home[self.where] in use.life.facts.streams
 
 
 @define(eq=False)
@@ -111,11 +97,11 @@ class Captured:
 
     use: Use
     life: Life
-    pending: dict[str, Use] = field(factory=dict)  # launch -> its update
+    pending: dict[str, list[Use]] = field(factory=lambda: defaultdict(list))  # launch -> its updates
     replays: list[Use] = field(factory=list)
 
 
-@define(eq=False)
+@frozen(eq=False)
 class Buffer:
     """A workspace or a staging buffer: its size, and what made it grow last."""
 
@@ -123,15 +109,25 @@ class Buffer:
     grown: Use | None = None
 
 
+def see(clock: dict[str, int], other: Mapping[str, int]) -> None:
+    """A clock has seen what another one has."""
+    for stream, tick in other.items():
+        clock[stream] = max(clock.get(stream, 0), tick)
+
+
 def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
     """The facts of a member; `state` says which memory an input "member.input" is, where it is shared."""
     program, name = member.program, member.name
     root, home = program.memory(), program.home()
     inputs = {put.name: put for put in program.inputs}
-    written = {root[launch.operands[at]] for launch in program.launches for at in launch.op.written()} & set(inputs)
+    written = {root[launch.operands[at]] for launch in program.launches for at in launch.op.written()} & {*inputs}
+    used = {root[one] for launch in program.launches for one in launch.operands} | {
+        root.get(o) for o in program.outputs
+    }
     states = {one for one in inputs if one in written or f"{name}.{one}" in state or inputs[one].role == "state"}
     static = {n for n, put in inputs.items() if put.role == "data" and put.place != "host" and n not in states}
-    buffer = member.staging or f"{name}." if static else ""
+    changing = {put.name for put in program.inputs if put.place == "host" and put.fixed is None}
+    buffer = member.staging or f"{name}." if static & used else ""
 
     def place(put: str) -> Place:
         return ("input", buffer) if put in static else ("state", state.get(f"{name}.{put}", f"{name}.{put}"))
@@ -141,14 +137,15 @@ def facts_of(member: Member, state: Mapping[str, str]) -> Facts:
     own = {value: home[value] for value in home if root[value] == value}
     outputs = {one: place(root[one]) if root[one] in inputs else root[one] for one in program.outputs if one in root}
     return Facts(
-        reads=frozenset(map(place, states)) | (frozenset([("input", buffer)]) if static else frozenset()),
+        reads=frozenset(map(place, (states | static) & used)),
         writes=frozenset([*map(place, written), *(("workspace", one) for one in workspaces)]),
         lanes=frozenset(group.name if group is not None and group.independent else "" for group in groups),
         home=own,
         outputs=outputs,
-        passing={stream: value for value, stream in own.items() if value not in outputs.values()},
-        buffers=tuple(dict.fromkeys([*workspaces, *dict(member.room), *filter(None, [member.staging])])),
+        streams=frozenset(launch.stream for launch in program.launches),
+        workspaces=tuple(workspaces),
         static=buffer,
         inputs=frozenset(static),
-        updatable=tuple(one.results[0] for one in program.updatable() if one.results),
+        shown=frozenset(static & {root.get(one) for one in program.outputs}),
+        updatable=tuple(one.results[0] for one in program.launches if one.results and changing & {*one.operands}),
     )

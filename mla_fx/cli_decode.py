@@ -124,6 +124,7 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
                 orchestration=orchestration,
                 prefill_orchestration=orchestration,
                 mode=options.mode,
+                expand=not options.no_expand,
                 capture=options.capture if backend is made[0] else (),
                 progress=True,
             )

@@ -83,12 +83,13 @@ class Asked:
             interleave=options.interleave,
             orchestration=self.orchestration,
             mode=options.mode,
+            expand=not options.no_expand,
             capture=options.capture,
             progress=True,
         )
         return Engine(
             runner=runner,
-            chunk=options.chunk,
+            chunk=options.chunk or runner.chunk,
             drafter=MtpDrafter(runner, options.drafts) if options.drafts else None,
             end=self.end,
             tokenizer=self.tokenizer,

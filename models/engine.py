@@ -28,7 +28,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
 from mla_fx.effects import InputError
 from mla_fx.models.blocks import BlockManager, OutOfBlocksError
@@ -59,7 +59,7 @@ class Engine:
     """
 
     runner: Runner
-    chunk: int = 64
+    chunk: int = Factory(lambda engine: engine.runner.chunk, takes_self=True)
     drafter: Drafter | None = None
     end: frozenset[int] = field(default=(), converter=end_tokens)
     tokenizer: Decoder | None = None

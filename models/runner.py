@@ -9,7 +9,7 @@ serial unless somebody asks for another one.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from attrs import asdict, define, evolve, field
@@ -29,6 +29,9 @@ from mla_fx.models.stack import model_step, mtp_step
 from mla_fx.parameters import empty_cache
 from mla_fx.passes import expanding_saves
 from mla_fx.sharding import Sharding
+
+#: Tokens of a step that fills in prompts, where nothing is won by more.
+CHUNK: Final = 64
 
 
 class Interpreter(Protocol):
@@ -266,7 +269,7 @@ class Runner:
         self._known(tokens, least)
         shape = evolve(self.shape, tokens=tokens[0].shape[0], split=split)
         shape = form.shape(shape) if form else shape
-        if filling and self._expands(every):
+        if filling and self._expands([len(piece.tokens) for piece in every]):
             shape = evolve(shape, project_before_merge=True, expand_current=True)
         batches = [
             plan_step(
@@ -292,15 +295,27 @@ class Runner:
                 where = f" of replica {number}" if self.replicas > 1 else ""
                 raise InputError(f"tokens{where}: each must be in {least}..{most}: got {mine.tolist()}")
 
-    def _expands(self, pieces: Sequence[Piece]) -> bool:
-        """Whether `expand_current` saves multiply-adds, and the parameters are in the form that it wants.
+    @property
+    def chunk(self) -> int:
+        """How many tokens a step that fills in prompts is to have at most, unless somebody knows better.
+
+        A power of two: 64 or as many as there are requests, and where one request of more tokens, as many as a table
+        has room for, would go through `expand_current`, as many as it needs for that.
+        """
+        least = max(CHUNK, round_up(self.shape.requests))
+        room = self.shape.table_width * self.shape.block_size * self.shape.layout.dcp
+        counts = (1 << power for power in range(least.bit_length() - 1, room.bit_length()))
+        return next((count for count in counts if self._expands([count])), least)
+
+    def _expands(self, lengths: Sequence[int]) -> bool:
+        """Whether `expand_current` saves multiply-adds of so many new tokens, and parameters are in the form for it.
 
         They are, on a context group of one, in any form: its own heads are all heads of the group.
         """
         plain = not self.shape.project_before_merge
         if not self.expand or (plain and self.shape.layout.dcp > 1):
             return False
-        return expanding_saves(self.config.attention, [len(piece.tokens) for piece in pieces], plain=plain) > 0
+        return expanding_saves(self.config.attention, lengths, plain=plain) > 0
 
     def _chosen(self, filling: bool) -> Orchestration:
         return orchestration(self.prefill_orchestration if filling else self.orchestration)

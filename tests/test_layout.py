@@ -1,5 +1,6 @@
 """Layouts: who is in which group, by dealing ranks out; and the attention of a layer, the same in every layout."""
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -136,6 +137,12 @@ def attended(layout: Layout, name: str = "reference", seed: int | None = None, *
     return found
 
 
+@functools.cache
+def on_ranks_alone(dp: int) -> list[list[torch.Tensor]]:
+    """Each replica one rank."""
+    return attended(Layout(dp=dp))
+
+
 FORMS: dict[str, dict[str, bool]] = {
     "plain": {},
     "replicated query": {"replicate_query": True},
@@ -148,8 +155,7 @@ FORMS: dict[str, dict[str, bool]] = {
 @each_layout
 def test_a_layer_is_that_of_one_rank(layout, form):
     """Each replica gets what one rank alone makes of its hidden states, in every form of the weights."""
-    alone = attended(Layout(dp=layout.dp))
-    for got, want in zip(attended(layout, **form), alone, strict=True):
+    for got, want in zip(attended(layout, **form), on_ranks_alone(layout.dp), strict=True):
         for rank, out in enumerate(got):
             torch.testing.assert_close(out, want[layout.replica(rank)], rtol=1e-12, atol=1e-12)
 

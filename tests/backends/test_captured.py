@@ -8,12 +8,12 @@ import pytest
 import torch
 from attrs import evolve, frozen
 
-from mla_fx import backends, orchestrations
-from mla_fx.backends import Backend, Run, RunError, cuda
+from mla_fx import Layout, backends, orchestrations
+from mla_fx.backends import Backend, Run, RunError, cpu, cuda
 from mla_fx.backends.device import Scratch
 from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program, Record, Wait, ops, schedule
 from tests.backends.cuda.conftest import why_not
-from tests.backends.standin import Machine
+from tests.backends.standin import Machine, Stream
 from tests.backends.standin_graphs import Graph, Graphs, Updating
 from tests.setups import ANYWHERE, Setup
 
@@ -159,16 +159,35 @@ def test_results_hold_until_the_next_replay(on_cuda):
     assert second.data_ptr() == third.data_ptr() != first.data_ptr()
 
 
+def test_a_call_from_another_stream_fills_the_same_addresses(machine):
+    """And comes behind the last one, which came on the old stream."""
+    given = evolve(GIVEN, ranks=1)
+    backend = machine.backend(1, cuda.TABLE, "cuda")
+    run, same = (
+        compiled(given, kind, "serial", capture=kind is backend) for kind in (backend, launch_by_launch(backend))
+    )
+    caches, others = given.caches(), given.caches()
+    for number, (hidden, batches) in enumerate(steps(given, 4, seed=6)):
+        machine.module.current = machine.caller if number % 2 else Stream(machine.module, 77)
+        got, want = leaves(run(caches, hidden, batches)), leaves(same(others, hidden, batches))
+        assert all(map(torch.equal, got, want)), number
+
+
 def test_all_graphs_of_a_device_share_a_pool(machine, monkeypatch):
     pools, begin = [], Graph.capture_begin
     monkeypatch.setattr(
         Graph, "capture_begin", lambda graph, pool, **how: (pools.append(pool), begin(graph, pool, **how))
     )
     backend = machine.backend(1, cuda.TABLE, "cuda")
+    runs = []  # for a pool ends with the last of them
     for tokens in (4, 2):
         given = evolve(GIVEN, ranks=1, tokens=tokens)
-        compiled(given, backend, "serial", capture=True)(given.caches(), given.hidden(), given.batches(query=(1, 1)))
+        runs.append(compiled(given, backend, "serial", capture=True))
+        runs[-1](given.caches(), given.hidden(), given.batches(query=(1, 1)))
     assert len(pools) == 2 and len(set(pools)) == 1
+    runs.clear()
+    compiled(given, backend, "serial", capture=True)(given.caches(), given.hidden(), given.batches(query=(1, 1)))
+    assert pools[2] != pools[0]
 
 
 # --- inputs and states --------------------------------------------------------------------------------------------
@@ -434,6 +453,14 @@ def test_settings_that_capture_nothing_are_refused(updating, monkeypatch, name, 
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=f"capture: must be done with another {name}: got {value}"):
         updating.backend(1, RULES).compile(SUMS, capture=True)
+
+
+def test_a_launch_that_waits_is_refused(updating):
+    """Experts over replicas: how many rows move is read on the host."""
+    given = Setup(ranks=Layout(dp=2), layers=2)
+    message = r"capture: must be of a program that waits for nothing: got layers.1.*, dispatch_tokens"
+    with pytest.raises(InputError, match=message):
+        compiled(given, updating.backend(given.layout, cpu.TABLE), "serial", capture=True)
 
 
 def test_an_op_without_a_rule_for_integers_on_the_device_is_refused(machine):

@@ -17,10 +17,12 @@ def halved(weight: torch.Tensor) -> torch.Tensor:
 
 
 def backend(seed: int | None = None):
-    """Its products want half a weight, and double what comes of it; it notes what is prefetched."""
+    """Its products want half a weight, and double what comes of it; it notes what is prefetched, and what is read."""
     fetched: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
 
     def linear(x, weight, *, run):
+        read.append(weight)
         return (2 * torch.nn.functional.linear(x, weight),)
 
     def prefetch(weight, after, *, run):
@@ -29,7 +31,7 @@ def backend(seed: int | None = None):
 
     made = backends.get("cpu", adversary=seed).with_rules({ops.Linear: linear, ops.Prefetch: prefetch})
     table = evolve(made.table, forms={**made.table.forms, ops.Linear: {"weight": halved}})
-    return evolve(made, table=table), fetched
+    return evolve(made, table=table), fetched, read
 
 
 def step(*, prefetch: bool = False, twice: bool = False) -> Step:
@@ -69,13 +71,13 @@ def test_what_is_wanted_in_two_ways_is_there_in_both():
 
 
 def test_what_is_fetched_is_what_is_read():
-    made, fetched = backend()
+    made, fetched, read = backend()
     _, prepared = ran(made, step(prefetch=True))
-    assert fetched[0] is prepared.leaves[NAME][0]
+    assert fetched[0] is read[0] is prepared.leaves[NAME][0]
 
 
 def test_a_program_that_wants_another_form_is_refused():
-    made, _ = backend()
+    made, *_ = backend()
     prepared = made.prepare(step(), [{"w": VALUES["w"]}])
     with pytest.raises(
         InputError, match=r"^params\['w'\]: is kept as halved alone, .*: got a program that wants it as it is$"

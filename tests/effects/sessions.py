@@ -3,7 +3,6 @@
 from attrs import evolve, frozen
 
 from mla_fx.effects import (
-    Aval,
     Capture,
     Fill,
     Member,
@@ -22,10 +21,8 @@ from mla_fx.effects import (
     turn,
 )
 from mla_fx.effects.session import Action
-from tests.effects.toys import Asks, Exchange, Lengths, One, Two, X, placed
+from tests.effects.toys import LENGTHS, Asks, Exchange, Lengths, One, Two, X, placed
 from tests.effects.toys import Update as Write
-
-LENGTHS = Aval((2,), "int64")
 
 
 def decode(salt: int = 0, asks: type[One] = One) -> Program:

@@ -17,12 +17,28 @@ from hypothesis import strategies as st
 from mla_fx.backends import Backend, Collective, Executable, InProcess
 from mla_fx.backends.adversary import Adversary
 from mla_fx.backends.device import Run
-from mla_fx.effects import Aval, Equation, Group, Input, Launch, Op, Program, Record, Step, Value, Wait, bind, trace
+from mla_fx.effects import (
+    Aval,
+    Equation,
+    Group,
+    Input,
+    Launch,
+    Op,
+    Program,
+    Record,
+    Step,
+    Value,
+    Wait,
+    bind,
+    on_host,
+    trace,
+)
 
 SIZE = 2
 RANKS = 2
 STREAMS = ("main", "side", "comm", "aux")
 X = Aval((SIZE,), "fp64")
+LENGTHS = Aval((2,), "int64")
 DCP, TP = Group("dcp", RANKS), Group("tp", RANKS)
 ALONE = Group("ep", RANKS, independent=True)
 
@@ -229,6 +245,9 @@ CALM: tuple[type[Toy], ...] = (One, One, Two, Two, Fork, Exchange)
 #: Memory under several names, and written through some of them.
 VIEWS: tuple[type[Toy], ...] = (One, One, Two, Peek, Peek, Peek, Update, Exchange)
 
+#: What steps that are captured are made of: launches that are updated, among others.
+CAPTURED: tuple[type[Toy], ...] = (One, Two, Fork, Lengths, Lengths, Peek, Exchange, Update, Update)
+
 
 @st.composite
 def steps(draw: st.DrawFn, max_calls: int = 9, kinds: tuple[type[Toy], ...] = ()) -> Step:
@@ -238,7 +257,7 @@ def steps(draw: st.DrawFn, max_calls: int = 9, kinds: tuple[type[Toy], ...] = ()
     count, calls = draw(st.integers(1, 3)), draw(st.integers(1, max_calls))
 
     def compute(**inputs: Value) -> tuple[Value, ...]:
-        values = list(inputs.values())
+        values = [value for name, value in inputs.items() if name != "lengths"]
         states: list[Value] = []  # newest versions
         memory = {value: value.name for value in values}
         made: list[Value] = []
@@ -257,7 +276,8 @@ def steps(draw: st.DrawFn, max_calls: int = 9, kinds: tuple[type[Toy], ...] = ()
                 values, states = others, [one for one in states if memory[one] != memory[state]] + [results[0]]
             else:
                 group = {"group": draw(st.sampled_from(groups))} if kind.communicates else {}
-                operands = [draw(st.sampled_from([*values, *states])) for _ in kind.operands]
+                operands = [draw(st.sampled_from([*values, *states])) for name in kind.operands if name != "lengths"]
+                operands += [inputs["lengths"]] if kind is Lengths else []
                 results = bind(kind(salt, **group), *operands)
                 memory.update((value, f"{salt}.{k}") for k, value in enumerate(results))
                 if kind is Peek:
@@ -268,7 +288,8 @@ def steps(draw: st.DrawFn, max_calls: int = 9, kinds: tuple[type[Toy], ...] = ()
         ends = [v for v in values if v not in used and v in made] + [s for s in states if s in made]
         return tuple(dict.fromkeys(ends))
 
-    return trace(compute, "toys", **{f"x{k}": X for k in range(count)})
+    on_the_host = {"lengths": on_host(LENGTHS)} if Lengths in kinds else {}
+    return trace(compute, "toys", **{f"x{k}": X for k in range(count)}, **on_the_host)
 
 
 def placed(table: Mapping[int, str]) -> Callable[[Equation], str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from mla_fx import StepShape, backends
+from mla_fx import Layout, StepShape, backends
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.runner import Piece
 from tests.models.test_attention_agreement import BASE, YARN
@@ -22,13 +22,13 @@ PROMPT, DECODED, CHUNK = 37, 64, 16
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 V2 = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}
 #: Generation, what differs from `BASE` (4 heads, 4 experts in 2 groups, 1 dense layer of 2), ranks, interleave.
-CASES: dict[str, tuple[int, dict[str, Any], int, int]] = {
+CASES: dict[str, tuple[int, dict[str, Any], int | Layout, int]] = {
     "v3": (3, {}, 2, 1),
     "v3, one rank": (3, {"num_hidden_layers": 3}, 1, 1),
     "v3 without q_lora": (3, {"q_lora_rank": None}, 2, 4),
     "v3 yarn": (3, {"rope_scaling": YARN}, 4, 1),
     "v3 yarn without q_lora": (3, {"rope_scaling": YARN, "q_lora_rank": None}, 2, 8),
-    "v3 wider, three experts a token": (3, {**WIDE, "num_experts_per_tok": 3}, 8, 1),
+    "v3 wider, three experts a token": (3, {**WIDE, "num_experts_per_tok": 3}, Layout(tp=8, dcp=4), 1),
     "v3 one group": (3, {"n_group": 1, "topk_group": 1}, 2, 1),
     "v3 without shared experts": (3, {"n_shared_experts": 0}, 2, 1),
     "v3 two shared experts": (3, {"n_shared_experts": 2, "rope_scaling": YARN}, 4, 2),
@@ -44,7 +44,12 @@ CASES: dict[str, tuple[int, dict[str, Any], int, int]] = {
     ),
     "v2": (2, V2, 2, 1),
     "v2 greedy, without q_lora": (2, {"topk_method": "greedy", "q_lora_rank": None, "rope_scaling": YARN}, 4, 1),
-    "v2 wider, tied head": (2, {**WIDE, **V2, "tie_word_embeddings": True, "first_k_dense_replace": 0}, 2, 2),
+    "v2 wider, tied head": (
+        2,
+        {**WIDE, **V2, "tie_word_embeddings": True, "first_k_dense_replace": 0},
+        Layout(tp=2, dp=2),
+        2,
+    ),
 }
 
 
@@ -70,22 +75,32 @@ def written(generation: int, changes: dict[str, Any], directory: Any) -> Any:
 
 
 def ours(
-    directory: Any, prompt: list[int], ranks: int, interleave: int, *, backend: str = "cpu", decoded: int = DECODED
+    directory: Any,
+    prompt: list[int],
+    ranks: int | Layout,
+    interleave: int,
+    *,
+    backend: str = "cpu",
+    decoded: int = DECODED,
 ) -> tuple[list[int], torch.Tensor]:
-    """The sequence that greedy decoding gives, and the logits of all its positions but the last."""
+    """The sequence that greedy decoding gives, and the logits of all its positions but the last.
+
+    The first replica runs it; others have no requests, and take part.
+    """
     shape = StepShape(ranks=ranks, requests=1, blocks=16, block_size=8, table_width=16, dtype="fp32")
     runner = Runner.load(
         Checkpoint.open(directory), backends.get(backend, ranks=ranks), shape=shape, interleave=interleave
     )
     tokens, logits, table = list(prompt), [], list(range(16))
+    idle = [[]] * (runner.replicas - 1)
     for start in range(0, PROMPT, CHUNK):
         chunk = tokens[start : start + CHUNK]
         piece = Piece(tokens=chunk, start=start, table=table)
-        logits.append(runner.forward([[piece]], [range(len(chunk))], filling=True)[0][0].cpu())
+        logits.append(runner.forward([[piece], *idle], [range(len(chunk)), *idle], filling=True)[0][0].cpu())
     for _ in range(decoded):
         tokens.append(int(logits[-1][-1].argmax()))
         piece = Piece(tokens=tokens[-1:], start=len(tokens) - 1, table=table)
-        logits.append(runner.forward([[piece]], [[0]], filling=False)[0][0].cpu())
+        logits.append(runner.forward([[piece], *idle], [[0], *idle], filling=False)[0][0].cpu())
     return tokens, torch.cat(logits)
 
 

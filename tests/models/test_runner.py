@@ -5,7 +5,7 @@ import torch
 import torch.utils._pytree as pytree
 from attrs import define, evolve, field
 
-from mla_fx import StepShape, backends, orchestrations
+from mla_fx import MlaConfig, StepShape, backends, orchestrations
 from mla_fx.effects import InputError, Keep, ops
 from mla_fx.models import Checkpoint, Engine, Loader, MtpDrafter, Runner
 from mla_fx.models.runner import Piece
@@ -212,6 +212,30 @@ def test_an_expanded_prompt_says_what_it_would_have_said(ranks, form, options, t
     prompt = (TEXT * 2)[:70]
     assert finish(Engine(runner=runner, chunk=36), [prompt], 8) == [oracle(small()).greedy(prompt, 8)]
     assert any(map(expanded, machine.programs)) == taken
+
+
+@pytest.mark.parametrize(
+    ("chunk", "ranks", "form", "options"),
+    [
+        (512, 1, {}, {}),
+        (256, 1, {"project_before_merge": True}, {}),
+        (256, 2, {"project_before_merge": True}, {}),
+        (64, 2, {}, {}),
+        (64, 1, {}, {"expand": False}),
+        (64, 2, {"project_before_merge": True}, {"expand": False}),
+        (128, 2, {"requests": 100}, {}),
+        (256, 1, {"project_before_merge": True, "table_width": 64}, {}),  # tables of 256 tokens
+        (64, 1, {"project_before_merge": True, "table_width": 63}, {}),
+    ],
+)
+def test_an_engine_fills_in_as_much_as_expanding_wants(ranks, form, options, chunk):
+    """With the head of DeepSeek-V3: 170 tokens, and on a rank alone 341, rounded up as steps are; all by hand."""
+    sizes = {"ranks": ranks, "blocks": 300, "block_size": 4, "table_width": 300, "dtype": "fp32"} | form
+    backend = backends.get("cpu", ranks=ranks)
+    runner = Runner.load(Checkpoint.open(small()), backend, shape=StepShape(**sizes), **options)
+    runner.config = evolve(runner.config, attention=MlaConfig.deepseek_v3())
+    assert Engine(runner=runner).chunk == chunk
+    assert Engine(runner=runner, chunk=120).chunk == 120
 
 
 # --- trees and refusals -----------------------------------------------------
