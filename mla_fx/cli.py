@@ -24,8 +24,9 @@ from mla_fx.effects.aval import FLOATS, ShapeError
 from mla_fx.effects.orchestration import orchestration
 
 _DECODE = """
-Decode with a DeepSeek model under decode context parallelism, all ranks in
-this process, and compare every step with the float64 reference.
+Decode with a DeepSeek model under decode context parallelism, and compare every
+step with the float64 reference.  All ranks run in this process; or one in each,
+where torchrun has started it or --processes asks for it, and one of them prints.
 
 The model comes from a DeepSeek-V3-format checkpoint directory (config.json and
 safetensors), or is the small trained one that ships with the package, which
@@ -46,6 +47,8 @@ printed as it comes, prompt after prompt.  With --chat they are the turns of one
 conversation, in the form of the checkpoint's chat template.  At the end, on the
 error stream: tokens per second, time to first token, the acceptance rate of
 drafts, the hit rate of the prefix cache, what the tokenizer puts around a text.
+Under torchrun, or with --processes, each process runs one rank on a device of
+its own, and one of them prints.
 
 What no option says is as in generation_config.json; without that, greedy.
 Ctrl-C stops.

@@ -210,7 +210,7 @@ class Engine:
             [[row for part in parts for row in part.wanted] for parts in plans],
             filling=any(part.filling for parts in plans for part in parts),
         )
-        with self.runner.backend.reading():
+        with self.runner.reading():
             said = [None if one is None else _verdicts(parts, one) for parts, one in zip(plans, logits, strict=True)]
         outputs: list[Output] = []
         settled: list[tuple[Replica, Part, int]] = []

@@ -52,7 +52,7 @@ class MtpDrafter:
         pieces = [[_settled(served[k]) for k in mine] for mine in own]
         logits, hidden = self.runner.predict(pieces, hidden, sources, rows, filling=filling)
         while any(live):
-            with self.runner.backend.reading():
+            with self.runner.reading():
                 said = [
                     None if one is None else self._said([(served[k], drafts[k]) for k in mine], one)
                     for mine, one in zip(live, logits, strict=True)

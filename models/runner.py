@@ -244,6 +244,10 @@ class Runner:
         told = self.backend.share(list(said))
         return [told[first][number] for number, first in enumerate(self._firsts)]
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Where logits are read on the host, which waits for what its device computes: see `Interpreter.reading`."""
+        return self.backend.reading()
+
     @property
     def _firsts(self) -> range:
         """The first rank of each replica."""

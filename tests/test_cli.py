@@ -318,6 +318,8 @@ COMMANDS += [
 ]
 COMMANDS += re.findall(r"`(mla-fx \w+ --without \d+)`", (ROOT / "README.md").read_text())
 COMMANDS += re.findall(r"^(mla-fx \w+ .*?)\s+#", (ROOT / "README.md").read_text(), re.MULTILINE)
+#: `tests/test_cli_processes.py` has those.
+COMMANDS = [command for command in COMMANDS if "--processes" not in command]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -16,6 +16,7 @@ import pytest
 
 from mla_fx.cli import main
 from mla_fx.cli_processes import launch
+from mla_fx.models.addition import problems
 from tests.commands import commanded
 from tests.processes import Nursery, nursery
 
@@ -65,6 +66,23 @@ def known(found: tuple[int, str, str]) -> list[str]:
     status, out, err = found
     text = re.sub(r"deviation.*?; ", "", untimed(out + err))
     return [str(status), re.sub(r"-?\d\.\d{3}\b", lambda number: f"{float(number[0]):.1f}", text)]
+
+
+README = re.findall(r"^mla-fx (\w+ .*--processes .*?)\s+#", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("command", README)
+def test_commands_of_the_readme(processes, command):
+    arguments = command.split()
+    first, *others = commanded(processes, int(arguments[arguments.index("--processes") + 1]), *arguments)
+    assert first[0] == 0 and all(one == (0, "", "") for one in others)
+    asked = problems(3, seed=0)
+    assert first[1] == "".join(f"> {prompt}\n{answer}\n" for prompt, answer in asked)
+
+
+def test_the_readme_goes_from_one_process_to_eight():
+    assert len(README) == 2 and all("--processes 8" in command for command in README)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ What each must say comes from the definition: of the models, the dense forward
 beside the trained one; of the stand-in, `Paged.next_token`.
 """
 
+import contextlib
 import functools
 import json
 import tempfile
@@ -187,6 +188,9 @@ class Paged:
 
     def decided(self, said: Sequence[Any]) -> list[Any]:
         return list(said)
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def forward(
         self, pieces: Sequence[Sequence[Piece]], rows: Sequence[Sequence[int]], *, filling: bool

@@ -25,7 +25,7 @@ def directory() -> Iterator[Path]:
         yield Path(folder) / "model"
 
 
-CASES = [(2, 2, 1, 0), (2, 1, 1, 1), (4, 4, 1, 0), (4, 2, 1, 1)]
+CASES = [(2, 2, 1, 0), (1, 1, 2, 1), (4, 4, 1, 0), (4, 2, 1, 1), (2, 1, 2, 1)]
 
 
 @pytest.mark.parametrize(("tp", "dcp", "dp", "drafts"), mostly_soak(CASES, CASES[:1]))
