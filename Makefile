@@ -31,7 +31,7 @@ check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
 	$(BIN)/python -m pytest -m packaging --packaging tests/test_packaging.py
 
 bench: $(VENV)/.test  ## overhead and speed, as ratios within one run
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-only $(ARGS)
+	$(BIN)/python -m pytest tests/benchmarks --override-ini addopts=--import-mode=importlib -s $(ARGS)
 
 soak: $(VENV)/.test  ## long random runs of the law and of the merged result, all of Ascend on each release of CANN
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak --soak $(ARGS)

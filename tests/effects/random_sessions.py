@@ -108,6 +108,11 @@ def mutants(draw: st.DrawFn) -> Session:
     return evolve(session, actions=tuple(actions))
 
 
+def _gives(action: Action) -> str | None:
+    """The member whose outputs are new behind an action."""
+    return action.member if isinstance(action, Replay | Run) else None
+
+
 def _change(draw: st.DrawFn, session: Session, actions: list[Action]) -> None:
     def one_of(*kinds: type) -> int | None:
         found = [k for k, action in enumerate(actions) if isinstance(action, kinds)]
@@ -122,7 +127,10 @@ def _change(draw: st.DrawFn, session: Session, actions: list[Action]) -> None:
             actions[k], actions[k + 1] = actions[k + 1], actions[k]
     elif kind == "later" and (k := one_of(Read)) is not None:
         action = actions.pop(k)
-        actions.insert(draw(st.integers(k, len(actions))), action)
+        assert isinstance(action, Read)
+        again = [n for n, one in enumerate(actions) if n >= k and _gives(one) == action.member]
+        # What a replay gave is seen by nobody when the next one has come before its read.
+        actions.insert(draw(st.integers(k, min(again, default=len(actions)))), action)
     elif kind == "again" and (k := one_of(Update)) is not None:
         actions.insert(draw(st.integers(0, len(actions))), actions[k])
     elif kind == "stream" and (k := one_of(Fill, Read, Replay)) is not None:

@@ -91,7 +91,7 @@ FAULTS: dict[str, Fault] = {
         session(RESERVE, Capture("big"), *BIG_TURN, members=(member("big", pool=""),)),
         session(RESERVE, Capture("big"), *BIG_TURN, members=(BIG,)),
     ),
-    # vLLM PR #53818 and what followed: graphs of two sizes over staging memory that is one.
+    # Graphs of two sizes over staging memory that is one.
     "graphs that recycle staging memory": Fault(
         7,
         session(
@@ -111,7 +111,7 @@ FAULTS: dict[str, Fault] = {
         ),
         session(*_BOTH, *in_turn([SMALL_TURN, BIG_TURN]), members=(BIG, SMALL)),
     ),
-    # vLLM issue #45425: a workspace keyed by stream, made for the stream of the warm-up and none for the capture's.
+    # vLLM PR #53818: a workspace keyed by stream, made for the stream of the warm-up and none for the capture's.
     "workspace keyed by stream": Fault(
         10,
         session(Reserve("workspace_of_main", 64), Capture("big"), *BIG_TURN, members=(BIG,)),
