@@ -23,7 +23,7 @@ from mla_fx.batch import whole
 from mla_fx.decode import StepShape
 from mla_fx.effects import InputError, Program
 from mla_fx.effects.check_session import check_session
-from mla_fx.effects.session import Capture, Member, Reserve, Session, every_order, turn
+from mla_fx.effects.session import Capture, Member, Reserve, Session, in_turn, turn
 
 
 def sizes(given: Iterable[int]) -> tuple[int, ...]:
@@ -85,19 +85,20 @@ class Captures:
             self.members[key] = Member(name, run.program, pool="graphs", room=tuple(sorted(run.rooms.items())))
 
     def check(self) -> None:
-        """Raise `LawError` unless what is new may be replayed, each behind each and behind the first of all."""
+        """Raise `LawError` unless all may be replayed, each behind each; pairs that have been checked are not again."""
         members = list(self.members.values())
-        new = members[max(self.checked, 1) :]
         if len(members) > self.checked:
-            check_session(session([*members[:1], *new]))
+            check_session(session(members, known=self.checked))
         self.checked = len(members)
 
 
-def session(members: Sequence[Member]) -> Session:
-    """Members captured in this order, and replayed each behind each.
+def session(members: Sequence[Member], *, known: int = 0) -> Session:
+    """Members captured in this order, and replayed each behind each, but for pairs of the `known` first ones.
 
     Parameters and states of one name are one memory, in programs of one kind.
     """
+    turns = [turn(member, captured=True) for member in members]
+    pairs = [both for new in turns[known:] for other in turns for both in (new, other)]
     first = dict[str, int]()
     for member in members:
         for name, size in member.room:
@@ -113,7 +114,7 @@ def session(members: Sequence[Member]) -> Session:
         (
             *(Reserve(name, size) for name, size in first.items()),
             *(Capture(member.name) for member in members),
-            *every_order([turn(member, captured=True) for member in members]),
+            *in_turn([*pairs, *turns[known : known + 1]]),
         ),
         tuple(tuple(names) for names in shared.values() if len(names) > 1),
     )

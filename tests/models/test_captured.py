@@ -1,6 +1,7 @@
 """Captured steps of a runner: the same texts, by which programs, padded how, and held against the law of a session."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from mla_fx.batch import whole
 from mla_fx.effects import InputError
 from mla_fx.effects.check import LawError
 from mla_fx.effects.check_session import check_session
-from mla_fx.effects.session import Update
+from mla_fx.effects.session import Replay, Session, Update
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner
 from mla_fx.models.capture import Form, form_of, session, sizes
 from tests.backends.standin import Machine
@@ -128,10 +129,19 @@ def test_what_is_captured_is_held_against_the_law(machine, monkeypatch):
     less = evolve(whole_session, actions=tuple(a for a in whole_session.actions if a is not name))
     with pytest.raises(LawError, match="rule 9"):
         check_session(less)
+    assert _pairs(session(members)) == {(a.name, b.name) for a in members for b in members}
+    later = _pairs(session(members, known=3))
+    assert later >= {(a.name, b.name) for a in members for b in members if a not in members[:3] or b not in members[:3]}
     broken = runner(machine, capture=(1, 2))
-    monkeypatch.setattr("mla_fx.models.capture.session", lambda members: less)
+    monkeypatch.setattr("mla_fx.models.capture.session", lambda members, known: less)
     with pytest.raises(LawError, match="rule 9"):
         texts(broken)
+
+
+def _pairs(held: Session) -> set[tuple[str, str]]:
+    """Which program is replayed right behind which."""
+    replays = [action.member for action in held if isinstance(action, Replay)]
+    return set(pairwise(replays))
 
 
 def test_what_cannot_be_captured_is_refused_with_the_reason(machine):
