@@ -143,7 +143,7 @@ def test_prediction_under_every_seed():
     shape = evolve(STACK.shape, requests=2, tokens=3)
     step = mtp_step(model_config(2), shape, given=3, rows=2)
     loaders = [Loader(checkpoint=checkpoint(model_config(2)), rank=r, ranks=2, dtype=torch.float32) for r in range(2)]
-    prepared = backends.get("cpu", ranks=2).prepare(step, [loader.mtp(loader.model()) for loader in loaders])
+    params = [loader.mtp(loader.model()) for loader in loaders]
     hidden = torch.randn(3, 24, generator=torch.Generator().manual_seed(5))
 
     def found(name: str, seed: int | None) -> list[torch.Tensor]:
@@ -156,7 +156,8 @@ def test_prediction_under_every_seed():
             [torch.tensor([0, 2])] * 2,
         )
         backend = backends.get("cpu", ranks=2, adversary=seed)
-        return pytree.tree_leaves(backend.compile(schedule(step, ORCHESTRATIONS[name]), prepared)(*arguments))
+        run = backend.compile(schedule(step, ORCHESTRATIONS[name]), backend.prepare(step, params))
+        return pytree.tree_leaves(run(*arguments))
 
     expected = found("serial", None)
     assert not any(tensor.isnan().any() for tensor in expected)

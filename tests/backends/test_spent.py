@@ -19,6 +19,7 @@ class Noting:
 
     layout: Layout = field(factory=Layout)
     here: range = range(1)
+    peers: None = None
     asked: list[bool] = field(factory=list)
 
     def move(self, how: str, sent: Sequence[torch.Tensor], *, group: str, spent: bool = False) -> list[torch.Tensor]:

@@ -52,7 +52,7 @@ class Experts:
     def step(self) -> Step:
         group = Group("ep", self.ranks)
         return trace(
-            lambda x, params: moe(x, params, config=self.config, group=group),
+            lambda x, params: moe(x, params, config=self.config, group=group, among=Group("tp", self.ranks)),
             "experts",
             x=Aval((self.tokens, HIDDEN), self.dtype),
             params=parameters(self.weights),

@@ -37,7 +37,7 @@ def any_split_is_the_whole(machine: Machine, case: Case, orchestration: str, see
     machine.seed(seed)
     data = fill(case)
     program = schedule(merge_step(case), orchestrations.NAMED[orchestration])
-    result = merged(backends.get("ascend", ranks=case.ranks), program, data).cpu()
+    result = merged(backends.get("ascend", ranks=case.layout), program, data).cpu()
     hold(result, data, whole(data, dense_causal, torch.float64))
 
 

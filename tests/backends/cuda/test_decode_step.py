@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from mla_fx import backends, orchestrations
+from mla_fx import Layout, backends, orchestrations
 from mla_fx.effects import InputError, ops, schedule
 from mla_fx.models import model_step
 from mla_fx.passes import prefetch_weights
@@ -18,6 +18,7 @@ from tests.setups import ANYWHERE, Setup, model_config
 
 #: Several roundings in a row, each relative to values of size 1.
 ATOL = {"bf16": 0.06, "fp16": 0.008, "fp32": 2e-5, "fp64": 1e-12}
+REPLICAS = Setup(ranks=Layout(tp=2, dcp=1, dp=2), layers=2)
 needs_gpu = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
@@ -30,12 +31,13 @@ def leaves(backend, program, given, *more, **batch):
 
 def verify(on_cuda, given, orchestration="attention-aside", **batch):
     program = schedule(given.step, orchestrations.NAMED[orchestration])
-    got = leaves(on_cuda(given.ranks), program, given, **batch)
-    want = leaves(backends.get("reference", ranks=given.ranks), program, given, **batch)
+    got = leaves(on_cuda(given.layout), program, given, **batch)
+    want = leaves(backends.get("reference", ranks=given.layout), program, given, **batch)
     for ours, exactly in zip(got, want, strict=True):
         torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=ATOL[given.dtype])
-    for rank in range(1, given.ranks):
-        assert torch.equal(got[0], got[rank])
+    for rank in range(given.ranks):
+        first = rank // given.layout.tp * given.layout.tp  # of its replica
+        assert torch.equal(got[first], got[rank])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -70,6 +72,10 @@ def test_replicated_query(on_cuda):
 def test_whole_model(on_cuda, dtype, ranks, quantization):
     """Dense and with experts, three layers.  In 16 bits a rounding may choose another expert, so not here."""
     verify(on_cuda, Setup(dtype=dtype, ranks=ranks, layers=3, quantization=quantization))
+
+
+def test_experts_over_replicas(on_cuda):
+    verify(on_cuda, REPLICAS)
 
 
 def rows_step(given):
@@ -108,7 +114,7 @@ def test_orchestrations_of_whole_layers_give_the_same_bits(on_cuda, name):
 
 def test_every_op_has_been_run():
     """By the steps above, among them."""
-    given = Setup(layers=3), Setup(layers=3, quantization="w8a8"), Setup(ranks=4, replicate_query=True)
+    given = Setup(layers=3), Setup(layers=3, quantization="w8a8"), Setup(ranks=4, replicate_query=True), REPLICAS
     steps = [*(one.step for one in given), rows_step(given[0])]
     steps.append(prefetch_weights(Setup(tokens=4, split="attention").step))
     steps.append(Setup(project_before_merge=True, expand_current=True).step)
