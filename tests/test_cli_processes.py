@@ -194,6 +194,7 @@ def test_signals_end_all(python, number, status):
 def test_ctrl_c_ends_all_processes():
     """The command itself, in two processes: text comes as it is generated, and Ctrl-C, which a terminal tells all."""
     command = [sys.executable, "-m", "mla_fx", "generate", "--processes", "2", "--ignore-end"]
+    command += ["--prompt", "9 + 4 ="] * 12  # of which two run at a time: far from the end when it comes
     with subprocess.Popen(
         [*command, "--max-new-tokens", "900"],
         cwd=ROOT,

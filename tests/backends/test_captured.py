@@ -1,20 +1,21 @@
 """Captured programs on a stand-in for a device with graphs, and on a GPU where there is one."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
 from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends import Backend, Run, RunError, cpu, cuda
 from mla_fx.backends.device import Scratch
-from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program, Record, Wait, ops, schedule
+from mla_fx.effects import Aval, InputError, Program, ops, schedule
 from tests.backends.cuda.conftest import why_not
 from tests.backends.standin import Machine, Stream
 from tests.backends.standin_graphs import Graph, Graphs, Updating
+from tests.backends.sums import RULES, SUMS, Plus, Twice, add, sums
 from tests.setups import ANYWHERE, Setup
 
 each_orchestration = pytest.mark.parametrize("orchestration", ANYWHERE)
@@ -192,73 +193,10 @@ def test_all_graphs_of_a_device_share_a_pool(machine, monkeypatch):
 
 # --- inputs and states --------------------------------------------------------------------------------------------
 
-SHAPE = Aval((2,), "fp32")
-
-
-@frozen
-class Plus(Op):
-    """`x` [D] and host integers `n` [B] -> x + sum n, in workspace `pad`."""
-
-    operands: ClassVar = {"x": "D", "n": "B host"}
-    uses: ClassVar = ("pad",)
-
-    def shape_rule(self, axes: Any, dtype: str) -> tuple[Aval, ...]:
-        return (Aval((axes["D"],), dtype),)
-
-
-@frozen
-class Twice(Op):
-    """`x` [D] -> 2 x."""
-
-    operands: ClassVar = {"x": "D"}
-
-    def shape_rule(self, axes: Any, dtype: str) -> tuple[Aval, ...]:
-        return (Aval((axes["D"],), dtype),)
-
-
-def plus(x: torch.Tensor, n: tuple[int, ...], *, run: Run) -> tuple[torch.Tensor]:
-    out = torch.empty_like(x)
-    room = run.scratch("pad").room(len(n), lambda: 8 * len(n))
-    run.device.issue(add, (x, out, room), (n,))
-    return (out,)
-
-
-def add(tensors: Any, host: Any) -> None:
-    x, out, room = tensors
-    torch.add(x, sum(host[0]), out=out)
-    room.fill_(host[0][0] % 251)
-
-
-def twice(x: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
-    return (x * 2,)
-
-
-RULES = {Plus: plus, Twice: twice}
-LENGTHS = Aval((2,), "int64")
-SUMS = Program(
-    (Input("x", SHAPE), Input("n", LENGTHS, "host"), Input("m", LENGTHS, "host")),
-    ("c", "d", "x"),
-    (
-        Launch("main", Plus(), ("x", "n"), ("a",)),
-        Launch("main", Twice(), ("a",), ("b",)),
-        Launch("main", Plus(), ("b", "m"), ("c",)),
-        Record("main", "ready"),
-        Wait("side", "ready"),
-        Launch("side", Plus(), ("b", "n"), ("d",)),
-        Record("side", "done"),
-        Wait("main", "done"),
-    ),
-)
-
 
 @pytest.fixture
 def updating(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch, Updating())
-
-
-def sums(x: torch.Tensor, n: Any, m: Any) -> list[list[float]]:
-    b = [2 * (value + sum(n)) for value in x.tolist()]
-    return [[value + sum(m) for value in b], [value + sum(n) for value in b]]
 
 
 def test_launches_with_integers_on_the_host_are_updated_each_once_and_in_order(updating):
