@@ -106,7 +106,7 @@ def test_what_all_refuse_is_said_once(processes, arguments, message):
 def test_a_rank_that_dies_is_named_once(processes):
     """In the middle of texts: within the time-out the others have ended, and one of them says who was lost."""
     start = time.monotonic()
-    first, lost, *others = commanded(processes, 4, *ASKED, "--timeout", "4", fate="dies")
+    first, lost, *others = commanded(processes, 4, *ASKED, "--timeout", "10", fate="dies")
     assert lost is None and [one[0] for one in (first, *others)] == [1, 1, 1] and time.monotonic() - start < 60
     (told,) = [err for _, _, err in (first, *others) if "lost" in err]
     assert "mla-fx generate: " in told and "lost rank 1: " in told and "Traceback" not in told

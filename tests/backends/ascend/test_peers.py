@@ -8,7 +8,7 @@ from tests.backends.ascend import lost as do
 from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.lost import CULPRIT
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 #: More than the time-out, for processes that share two cores, and for HCCL, which counts in seconds.
 LATE = 3.0
 NAMES = ["gather_heads", "all_to_all", "all_reduce"]
