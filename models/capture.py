@@ -23,7 +23,7 @@ from mla_fx.batch import whole
 from mla_fx.decode import StepShape
 from mla_fx.effects import InputError, Program
 from mla_fx.effects.check_session import check_session
-from mla_fx.effects.session import Capture, Member, Reserve, Session, in_turn, turn
+from mla_fx.effects.session import Capture, Member, Reserve, Session, every_order, turn
 
 
 def sizes(given: Iterable[int]) -> tuple[int, ...]:
@@ -97,8 +97,6 @@ def session(members: Sequence[Member], *, known: int = 0) -> Session:
 
     Parameters and states of one name are one memory, in programs of one kind.
     """
-    turns = [turn(member, captured=True) for member in members]
-    pairs = [both for new in turns[known:] for other in turns for both in (new, other)]
     first = dict[str, int]()
     for member in members:
         for name, size in member.room:
@@ -114,7 +112,7 @@ def session(members: Sequence[Member], *, known: int = 0) -> Session:
         (
             *(Reserve(name, size) for name, size in first.items()),
             *(Capture(member.name) for member in members),
-            *in_turn([*pairs, *turns[known : known + 1]]),
+            *every_order([turn(member, captured=True) for member in members], known=known),
         ),
         tuple(tuple(names) for names in shared.values() if len(names) > 1),
     )

@@ -1,6 +1,5 @@
 """Captured programs on a stand-in for a device with graphs, and on a GPU where there is one."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends import Backend, Run, RunError, cpu, cuda
 from mla_fx.backends.device import Scratch
 from mla_fx.effects import Aval, InputError, Program, ops, schedule
-from tests.backends.cuda.conftest import why_not
+from tests.backends.cuda.conftest import on_cuda as on_cuda  # with the machine below
 from tests.backends.standin import Machine, Stream
 from tests.backends.standin_graphs import Graph, Graphs, Updating
 from tests.backends.sums import RULES, SUMS, Plus, Twice, add, sums
@@ -25,17 +24,6 @@ GIVEN = Setup(tokens=4, requests=3)
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch, Graphs())
-
-
-@pytest.fixture(params=["stand-in", "gpu"])
-def on_cuda(request: pytest.FixtureRequest) -> Callable[[int], Backend]:
-    """A maker of backends of so many ranks."""
-    if request.param == "stand-in":
-        made: Machine = request.getfixturevalue("machine")
-        return lambda ranks: made.backend(ranks, cuda.TABLE, "cuda")
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    return lambda ranks: backends.get("cuda", ranks=ranks)
 
 
 def launch_by_launch(backend: Backend) -> Backend:

@@ -4,9 +4,6 @@ The table of all named orchestrations in `mla_fx/README.md` is what the command 
 tests.effects.test_cost` writes it anew.
 """
 
-import contextlib
-import io
-import re
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,17 +17,15 @@ from hypothesis import given
 
 from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends import Backend, Collective, InProcess
-from mla_fx.cli import main
 from mla_fx.effects import Aval, Drop, Group, Launch, Program, Record, Wait, cost, schedule
 from mla_fx.effects.cost import on_the_wire
 from tests.effects import toys
+from tests.effects.pages import PAGE, printed, shown, write_anew
 from tests.effects.test_check import program
 from tests.effects.test_law_teeth import quick, settings
 from tests.effects.toys import One, Peek, Two, Update
 from tests.setups import Setup
-from tests.test_imports import ROOT
 
-PAGE = ROOT / "mla_fx" / "README.md"
 SETUPS = {
     "layer": Setup(),
     "one rank": Setup(ranks=1),
@@ -244,22 +239,12 @@ def test_a_collective_without_a_group_moves_nothing():
 
 # --- the page ----------------------------------------------------------------------
 
-#: The command and, behind it, the table that it prints.
-SHOWN = re.compile(r"(?<=^```sh\n)(mla-fx show --costs[^\n]*)\n```\n\n((?:\|[^\n]*\n)+)", re.MULTILINE)
-
-
-def printed(command: str) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main(command.split()[1:]) == 0
-    return out.getvalue()
-
 
 def test_the_table_on_the_page_is_what_the_command_prints():
-    (found,) = SHOWN.finditer(PAGE.read_text())
+    (found,) = shown("--costs").finditer(PAGE.read_text())
     assert printed(found[1]) == found[2], "python -m tests.effects.test_cost writes it anew"
     assert [line.split("`")[1] for line in found[2].splitlines()[2:]] == list(orchestrations.NAMED)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(SHOWN.sub(lambda found: f"{found[1]}\n```\n\n{printed(found[1])}", PAGE.read_text()))
+    write_anew("--costs")

@@ -4,10 +4,7 @@ The table in `mla_fx/README.md` is what the command there prints; `python -m tes
 Of its rows, those to 8 ranks and 128k tokens are run as a soak, at DeepSeek-V3's widths.
 """
 
-import contextlib
-import io
 import math
-import re
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mla_fx import MlaConfig, StepShape, backends, orchestrations, plan_batch
 from mla_fx.backends.meter import Metered
-from mla_fx.cli import main
 from mla_fx.cli_growth import ROWS, Point
 from mla_fx.decode import attention_avals
 from mla_fx.dtypes import DTYPES
@@ -26,10 +22,8 @@ from mla_fx.effects import cost, ops, schedule
 from mla_fx.effects.cost import multiply_adds
 from mla_fx.parameters import empty_cache
 from mla_fx.sharding import Sharding
+from tests.effects.pages import PAGE, printed, shown, write_anew
 from tests.setups import CONFIG, Setup
-from tests.test_imports import ROOT
-
-PAGE = ROOT / "mla_fx" / "README.md"
 
 
 def counter() -> FlopCounterMode:
@@ -190,19 +184,9 @@ def test_an_op_made_of_others_takes_what_they_take():
 
 # --- the page --------------------------------------------------------------------------
 
-#: The command and, behind it, the table that it prints.
-SHOWN = re.compile(r"(?<=^```sh\n)(mla-fx show --growth[^\n]*)\n```\n\n((?:\|[^\n]*\n)+)", re.MULTILINE)
-
-
-def printed(command: str) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main(command.split()[1:]) == 0
-    return out.getvalue()
-
 
 def test_the_table_on_the_page_is_what_the_command_prints():
-    (found,) = SHOWN.finditer(PAGE.read_text())
+    (found,) = shown("--growth").finditer(PAGE.read_text())
     assert printed(found[1]) == found[2], "python -m tests.effects.test_growth writes it anew"
 
 
@@ -219,4 +203,4 @@ def test_the_table_by_hand():
 
 
 if __name__ == "__main__":
-    PAGE.write_text(SHOWN.sub(lambda found: f"{found[1]}\n```\n\n{printed(found[1])}", PAGE.read_text()))
+    write_anew("--growth")

@@ -119,6 +119,15 @@ def test_every_order_has_each_turn_behind_each(size):
     assert len(order) == (size**2 + 1 if size else 0)
 
 
+@pytest.mark.parametrize("known", range(5))
+def test_pairs_that_are_known_are_left_out(known):
+    turns = [(Reserve(str(k), k),) for k in range(4)]
+    order = [action.size for action in every_order(turns, known=known) if isinstance(action, Reserve)]
+    wanted = {(a, b) for a in range(4) for b in range(4) if max(a, b) >= known}
+    assert {pair for pair in pairwise(order) if pair in wanted} == wanted
+    assert not any(max(pair) < known for pair in pairwise(order))
+
+
 def test_every_turn_has_events_of_its_own():
     events = [action.event for action in every_order([BIG_TURN, SMALL_TURN]) if isinstance(action, Record)]
     assert len(set(events)) == len(events) == 5

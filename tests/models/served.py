@@ -173,7 +173,6 @@ class Paged:
     limit: int | None = None
     replicas: int = 1
     chunk: int = 64
-    backend: Any = field(factory=lambda: backends.get("cpu"))
     memory: dict[tuple[int, int, int], int] = field(factory=dict)
     steps: list[list[Piece]] = field(factory=list)
     filled: list[bool] = field(factory=list)
