@@ -16,7 +16,7 @@ from typing import Any
 
 from mla_fx import backends, cli_plan, orchestrations
 from mla_fx.backends.peers import STOPPED, PeerError
-from mla_fx.cli_group import first_to_say, place
+from mla_fx.cli_group import first_to_say, place, stoppable
 from mla_fx.cli_processes import launch
 from mla_fx.decode import QUANTIZATIONS
 from mla_fx.effects import InputError, LawError, Orchestration, ScheduleError
@@ -114,11 +114,15 @@ _EXAMPLES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (2: bad arguments or input, 130: stopped with Ctrl-C)."""
     options = _parser().parse_args(arguments)
+    with stoppable():
+        return _run(options, sys.argv[1:] if arguments is None else arguments)
+
+
+def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         _must_be_directory(options.model)
         if getattr(options, "processes", None) is not None and place() is None:
-            given = sys.argv[1:] if arguments is None else arguments
-            return launch(given, options.processes, patience=options.timeout)
+            return launch(arguments, options.processes, patience=options.timeout)
         status: int = options.run(options)
         return status
     except (InputError, ShapeError, ScheduleError, LawError) as error:

@@ -40,13 +40,12 @@ def place() -> tuple[int, int] | None:
 def joined(backend: str, seconds: float) -> Iterator[Any]:
     """The group of all processes for a backend, by `backends.join`, which says what `seconds` are.
 
-    In here all ranks but the first print nothing, and SIGTERM is what Ctrl-C is.
+    In here all ranks but the first print nothing.
     """
     found = place()
     assert found is not None
     with (
         _silent() if found[0] else contextlib.nullcontext(),
-        _stoppable(),
         backends.join(TRANSPORT[backend], timeout=seconds) as group,
     ):
         yield group
@@ -84,8 +83,15 @@ def _silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM raises `KeyboardInterrupt`, once: what ends then is not to be interrupted again."""
+def stoppable() -> Iterator[None]:
+    """In a group SIGTERM is what Ctrl-C is: `KeyboardInterrupt`, once.  What ends then is not to be interrupted again.
+
+    A terminal tells Ctrl-C to the launcher and to all that it started, and the launcher tells them again: whoever is
+    told first ends in peace, up to its last word.
+    """
+    if "RANK" not in os.environ:
+        yield
+        return
 
     def stop(number: int, frame: Any) -> None:
         for one in (signal.SIGINT, signal.SIGTERM):
