@@ -62,8 +62,8 @@ class Prepared:
 
 
 def _memory(leaf: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor lies, and how many bytes it takes."""
-    return leaf.data_ptr(), leaf.nbytes
+    """Where a tensor lies, or which it is where a library has packed it, out of sight; and how many bytes it takes."""
+    return leaf.data_ptr() if leaf.layout is torch.strided else id(leaf), leaf.nbytes
 
 
 def _formed(leaves: Sequence[torch.Tensor], form: Form) -> tuple[torch.Tensor, ...]:
