@@ -13,6 +13,8 @@ from mla_fx.backends import common
 from mla_fx.backends.cpu import (
     absorb_query,
     combine,
+    expanded_attention,
+    fused,
     gate_logits,
     grouped_linear,
     history_attention,
@@ -34,6 +36,7 @@ TABLE: Final = Table(
         **common.RULES,
         ops.AbsorbQuery: absorb_query.rule,
         ops.Combine: combine.rule,
+        ops.ExpandedAttention: expanded_attention.rule,
         ops.GateLogits: gate_logits.rule,
         ops.GroupedLinear: grouped_linear.rule,
         ops.HistoryAttention: history_attention.rule,
@@ -52,4 +55,4 @@ TABLE: Final = Table(
         ops.QuantGroupedLinear: {"weight": products.packed},
         ops.QuantLinear: {"weight": products.packed},
     },
-)
+).with_fusions(*fused.ALL)
