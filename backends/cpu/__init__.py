@@ -13,6 +13,7 @@ from mla_fx.backends import common
 from mla_fx.backends.cpu import (
     absorb_query,
     combine,
+    current_attention,
     grouped_linear,
     history_attention,
     linear,
@@ -32,6 +33,7 @@ TABLE: Final = Table(
         **common.RULES,
         ops.AbsorbQuery: absorb_query.rule,
         ops.Combine: combine.rule,
+        ops.CurrentAttention: current_attention.rule,
         ops.GroupedLinear: grouped_linear.rule,
         ops.HistoryAttention: history_attention.rule,
         ops.Linear: linear.rule,
