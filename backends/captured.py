@@ -270,9 +270,7 @@ class Captured:
         finally:
             device.caller, device.recorder = caller, None
             module.set_stream(caller)
-        self.pool, used = pool, {name for launch in self.program.launches for name in launch.op.uses}
-        held = {name: one.memory.nbytes for (_, name), one in device.scratch.items() if one.memory is not None}
-        self.rooms = {name: held[name] for name in held if name in used}
+        self.pool, self.rooms = pool, device.rooms(self.program.workspaces())
         return graph, recorder
 
     def _update(self, leaves: Sequence[Any], caller: Any) -> None:
