@@ -36,7 +36,11 @@ CHOICE: Final = "MLA_FX_CPU_ENGINE"
 _HERE = Path(__file__).resolve().parent
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden")
 #: What is compiled, and for which instructions.
-_UNITS: Final[dict[str, tuple[str, ...]]] = {"entry.cpp": ()}
+_UNITS: Final[dict[str, tuple[str, ...]]] = {
+    "entry.cpp": (),
+    "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "linear_512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+}
 
 
 @cache
