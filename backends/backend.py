@@ -46,7 +46,9 @@ class Backend:
 
     `world` says which ranks there are and which run here.  `dtype` replaces the floating dtype of every program (the
     reference computes in "fp64"); None leaves programs as they are.  `adversary` is the seed of an adversarial run
-    (see `mla_fx.backends.adversary`), None for a plain one; such a run plays all ranks of a host.
+    (see `mla_fx.backends.adversary`), None for a plain one; such a run plays all ranks of a host.  `apart`: ranks of a
+    process do all of their work themselves, also what is the same on others (see `mla_fx.backends.shared`), with the
+    same bits.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Backend:
     device: Device = HOST
     dtype: str | None = None
     adversary: int | None = None
+    apart: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.adversary is not None and (self.device.has_streams or len(self.here) != self.ranks):

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 
 import attrs
-import pytest
 
+from tests.cases import each
 from tests.test_imports import ROOT, SOURCES, each_source, parse
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -44,7 +44,7 @@ def unannotated(node: Function, method: bool) -> list[str]:
     return bare + (["return"] if node.returns is None else [])
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda path: str(path.relative_to(ROOT)))
+@each("path", [*SOURCES, *TESTS])
 def test_at_most_450_lines(path):
     assert len(path.read_text().splitlines()) <= 450
 

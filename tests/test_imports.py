@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each
+
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("mla_fx", "effects", "backends", "models")
 SOURCES = sorted(
@@ -71,7 +73,7 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
-each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+each_source = each("path", SOURCES)
 
 
 def test_every_layer_is_read():
@@ -117,7 +119,7 @@ def test_imports_are_absolute_and_explicit(path):
     assert not tops & {"effects", "backends", "models", "tests"}
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if home(path) == "effects"], ids=lambda path: path.stem)
+@each("path", [path for path in SOURCES if home(path) == "effects"])
 def test_effects_take_nothing_of_torch_but_its_pytrees(path):
     torch = {module for module in imported(parse(path)) if module.split(".")[0] in ("torch", "torch_npu", "numpy")}
     assert torch <= ({"torch.utils._pytree"} if path.name == "step.py" else set())

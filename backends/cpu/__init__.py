@@ -13,10 +13,12 @@ from mla_fx.backends import common
 from mla_fx.backends.cpu import (
     absorb_query,
     combine,
+    gate_logits,
     grouped_linear,
     history_attention,
     linear,
     permute_tokens,
+    products,
     quant_grouped_linear,
     quant_linear,
     unpermute_tokens,
@@ -32,6 +34,7 @@ TABLE: Final = Table(
         **common.RULES,
         ops.AbsorbQuery: absorb_query.rule,
         ops.Combine: combine.rule,
+        ops.GateLogits: gate_logits.rule,
         ops.GroupedLinear: grouped_linear.rule,
         ops.HistoryAttention: history_attention.rule,
         ops.Linear: linear.rule,
@@ -42,5 +45,11 @@ TABLE: Final = Table(
         ops.VUp: v_up.rule,
         ops.WriteRows: write_rows.rule,
     },
-    forms=common.FORMS,
+    forms={
+        ops.GateLogits: {"weight": gate_logits.ready},
+        ops.GroupedLinear: {"weight": products.packed},
+        ops.Linear: {"weight": products.packed},
+        ops.QuantGroupedLinear: {"weight": products.packed},
+        ops.QuantLinear: {"weight": products.packed},
+    },
 )

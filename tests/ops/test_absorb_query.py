@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 SENSE = {"rope": 2}
@@ -21,8 +22,8 @@ def oracle(q, w_uk, rope):
     return out
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3])
-@pytest.mark.parametrize("heads", [1, 2, 5])
+@each("tokens", [0, 1, 3])
+@each("heads", [1, 2, 5])
 def test_absorb_query(rules, rng, tokens, heads):
     q, w_uk = rules.random(rng, tokens, heads * 6), rules.random(rng, heads, 4, 7)
     q.view(tokens, heads, 6)[..., 4:] = np.nan  # the part with position is not read

@@ -3,10 +3,11 @@
 import pytest
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3])
+@each("tokens", [0, 1, 3])
 def test_add(rules, rng, tokens):
     x, y = rules.random(rng, tokens, 5), rules.random(rng, tokens, 5)
     rules.close(rules(ops.Add(), x, y)[0], exact(x) + exact(y))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 SENSE = {"features": 3}
@@ -15,9 +16,9 @@ NONSENSE = {"features": (-1, 3.0, "3", None, True)}
 CASES = [(4, 1), (6, 2), (7, 2), (8, 3), (5, 4), (2, 3), (13, 5)]
 
 
-@pytest.mark.parametrize(("features", "ranks"), CASES)
-@pytest.mark.parametrize("tokens", [0, 1, 3])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("features", "ranks"), CASES)
+@each("tokens", [0, 1, 3])
+@each("layout", [torch.clone, strided])
 def test_features_side_by_side(rules, rng, features, ranks, tokens, layout):
     own = math.ceil(features / ranks)
     given = [rules.random(rng, tokens, own) for _ in range(ranks)]

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("tokens", [0, 1, 3])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each("ranks", [1, 2, 5])
+@each("tokens", [0, 1, 3])
+@each("layout", [torch.clone, strided])
 def test_sum_over_the_ranks(rules, rng, ranks, tokens, layout):
     given = [rules.random(rng, tokens, 4) for _ in range(ranks)]
     before = [x.clone() for x in given]

@@ -8,6 +8,7 @@ import torch
 
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import bits, on_cpu, strided
 
 
@@ -23,9 +24,9 @@ def verify(rules, given, ranks, layout=torch.clone):
                     assert torch.equal(bits(recv_lse)[s, t, n], bits(lse)[t, r * own + n])
 
 
-@pytest.mark.parametrize(("ranks", "own", "tokens"), [(1, 2, 3), (2, 2, 2), (4, 1, 1), (2, 3, 0), (3, 2, 5)])
-@pytest.mark.parametrize("latent", [1, 5, 8])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("ranks", "own", "tokens"), [(1, 2, 3), (2, 2, 2), (4, 1, 1), (2, 3, 0), (3, 2, 5)])
+@each("latent", [1, 5, 8])
+@each("layout", [torch.clone, strided])
 def test_every_row_arrives(rules, rng, ranks, own, tokens, latent, layout):
     shape = (tokens, ranks * own)
     given = [(rules.random(rng, *shape, latent), rules.random(rng, *shape, dtype=rules.wide)) for _ in range(ranks)]

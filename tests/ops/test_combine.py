@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 from tests.oracles import attend
 
@@ -16,7 +17,7 @@ SENSE = {"flat": True}
 NONSENSE = {"flat": (1, 0, None, "True")}
 #: How a part says that it saw no key: as the logarithm of an empty sum, or as FlashMLA does.
 NONE = (-math.inf, math.inf)
-each_none = pytest.mark.parametrize("none", NONE)
+each_none = each("none", NONE)
 #: For comparing two merges of the same partials, each with its own roundings.
 CLOSE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -56,15 +57,13 @@ def same(got, want):
     np.testing.assert_allclose(exact(got), exact(want), rtol=CLOSE[got.dtype], atol=CLOSE[got.dtype])
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1), (2, 3, 2, 5), (4, 2, 1, 512), (8, 1, 16, 8), (3, 0, 2, 4), (2, 2, 2, 129)]
-)
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each("shape", [(1, 1, 1, 1), (2, 3, 2, 5), (4, 2, 1, 512), (8, 1, 16, 8), (3, 0, 2, 4), (2, 2, 2, 129)])
+@each("layout", [torch.clone, strided])
 def test_combine(rules, rng, shape, layout):
     Partials(rules, rng, *shape).verify(layout)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 2, 5), (3, 0, 2, 4), (4, 1, 1, 8)])
+@each("shape", [(2, 3, 2, 5), (3, 0, 2, 4), (4, 1, 1, 8)])
 def test_flat(rules, rng, shape):
     """Heads side by side: the same numbers in the same order."""
     p = Partials(rules, rng, *shape)
@@ -73,7 +72,7 @@ def test_flat(rules, rng, shape):
 
 
 @each_none
-@pytest.mark.parametrize("unseen", ["source", "all sources", "local", "rows", "everything"])
+@each("unseen", ["source", "all sources", "local", "rows", "everything"])
 def test_a_part_that_saw_no_key_never_reaches_the_result(rules, rng, unseen, none):
     p = Partials(rules, rng, 3, 2, 2, 5)
     none, empty = p.lse.new_tensor(none), p.local.new_tensor(math.nan)
@@ -104,8 +103,8 @@ def test_both_infinities_in_one_row(rules, rng):
     assert torch.equal(p.merge(), torch.zeros_like(p.local))
 
 
-@pytest.mark.parametrize("where", ["source", "local"])
-@pytest.mark.parametrize("others", [None, *NONE])
+@each("where", ["source", "local"])
+@each("others", [None, *NONE])
 def test_nan_in_an_lse_is_not_hidden(rules, rng, where, others):
     p = Partials(rules, rng, 2, 2, 1, 3)
     if others is not None:
@@ -122,7 +121,7 @@ def test_nan_of_a_part_that_counts_is_not_hidden(rules, rng):
     assert p.merge().isnan().tolist() == [[[False, True, False]]]
 
 
-@pytest.mark.parametrize("lse", [70000.25, 65504.0, -7e4, 3e38, 1e-30, 1e-45, 0.0])
+@each("lse", [70000.25, 65504.0, -7e4, 3e38, 1e-30, 1e-45, 0.0])
 def test_lse_of_any_size(rules, rng, lse):
     """Neighbours of a large LSE differ by what float32 can still tell, and that difference weighs."""
     p = Partials(rules, rng, 3, 1, 2, 4)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops import test_dispatch_tokens as dispatched
 from tests.ops.conftest import exact, on_cpu, strided
 from tests.ops.test_dispatch_tokens import CASES, sent_to
@@ -28,8 +29,8 @@ def brought(rules, rng, dp, tp, tokens, top_k, own):
     return operands
 
 
-@pytest.mark.parametrize(("dp", "tp", "tokens", "top_k", "own"), CASES)
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("dp", "tp", "tokens", "top_k", "own"), CASES)
+@each("layout", [torch.clone, strided])
 def test_sums_of_what_comes_back(rules, rng, dp, tp, tokens, top_k, own, layout):
     operands = brought(rules, rng, dp, tp, tokens, top_k, own)
     experts = [of_rank[1] for of_rank in operands]

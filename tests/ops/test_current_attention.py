@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mla_fx.backends.common import current_attention
 from mla_fx.backends.device import Device, Run
 from mla_fx.effects import Aval, InputError, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 from tests.oracles import attend
 
@@ -51,13 +52,13 @@ def run(rules, new, layout=lambda t: t):
     rules.close(lse, want_lse)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("heads", [1, 3])
+@each("case", CASES)
+@each("heads", [1, 3])
 def test_current_attention(rules, rng, case, heads):
     run(rules, New(rules, rng, *case, heads=heads))
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_strided_operands(rules, rng, case):
     run(rules, New(rules, rng, *case), strided)
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, InputError, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import strided
 from tests.ops.test_permute_tokens import draw
 
@@ -69,8 +70,8 @@ def verify(rules, operands, own, tp, layout=torch.clone):
     return brought
 
 
-@pytest.mark.parametrize(("dp", "tp", "tokens", "top_k", "own"), CASES)
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("dp", "tp", "tokens", "top_k", "own"), CASES)
+@each("layout", [torch.clone, strided])
 def test_tokens_go_where_their_experts_are(rules, rng, dp, tp, tokens, top_k, own, layout):
     operands = given(rules, rng, dp, tp, tokens, top_k, own)
     brought = verify(rules, operands, own, tp, layout)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, InputError, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 SENSE = {"vocabulary": 7}
@@ -29,8 +30,8 @@ def oracle(tokens, whole, rank, ranks):
     return out
 
 
-@pytest.mark.parametrize(("vocabulary", "ranks"), [(7, 1), (8, 2), (7, 2), (7, 3), (5, 4), (6, 6), (2, 3)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("vocabulary", "ranks"), [(7, 1), (8, 2), (7, 2), (7, 3), (5, 4), (6, 6), (2, 3)])
+@each("layout", [torch.clone, strided])
 def test_every_rank_gives_its_rows(rules, rng, vocabulary, ranks, layout):
     """Of (5, 4) and (2, 3) the last rank has padding only."""
     whole = rules.random(rng, vocabulary, 3)
@@ -44,8 +45,8 @@ def test_every_rank_gives_its_rows(rules, rng, vocabulary, ranks, layout):
     np.testing.assert_array_equal(total, want)
 
 
-@pytest.mark.parametrize("tokens", [[], [4], [-1], [0], [3, 3, 3]])
-@pytest.mark.parametrize("rank", [0, 1])
+@each("tokens", [[], [4], [-1], [0], [3, 3, 3]])
+@each("rank", [0, 1])
 def test_few_tokens(rules, rng, tokens, rank):
     whole = rules.random(rng, 5, 4)
     given = torch.tensor(tokens, dtype=torch.int64)

@@ -13,6 +13,7 @@ from mla_fx.backends import Run, reference
 from mla_fx.backends.common import expanded_attention
 from mla_fx.effects import Aval, Group, InputError, ShapeError, ops
 from mla_fx.effects.passes import definition
+from tests.cases import each
 from tests.ops.conftest import aval, exact, fields, on_cpu, strided
 
 SCALE = 0.3
@@ -68,19 +69,19 @@ def run(rules, new, layout=lambda t: t, *, group=None, rank=0):
     rules.close(lse, want_lse)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("heads", [1, 3])
+@each("case", CASES)
+@each("heads", [1, 3])
 def test_expanded_attention(rules, rng, case, heads):
     run(rules, New(rules, rng, *case, heads=heads))
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_strided_operands(rules, rng, case):
     run(rules, New(rules, rng, *case), strided)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize(("asked", "valued"), [(6, 6), (2, 6), (6, 2)])
+@each("rank", [0, 1, 2])
+@each(("asked", "valued"), [(6, 6), (2, 6), (6, 2)])
 def test_own_heads_of_all(rules, rng, rank, asked, valued):
     """Of each weight, whichever is of all heads, the rank takes its own."""
     run(rules, New(rules, rng, (2, 3), 6, asked=asked, valued=valued), group=GROUP, rank=rank)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 
@@ -16,8 +17,8 @@ def oracle(x, weight):
     return out
 
 
-@pytest.mark.parametrize(("tokens", "features", "experts"), [(3, 5, 4), (1, 64, 9), (0, 5, 4), (2, 1, 1), (9, 33, 16)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("tokens", "features", "experts"), [(3, 5, 4), (1, 64, 9), (0, 5, 4), (2, 1, 1), (9, 33, 16)])
+@each("layout", [torch.clone, strided])
 def test_gate_logits(rules, rng, tokens, features, experts, layout):
     """With 16-bit operands as exact as with float32: neither the products nor the logits are rounded to 16 bits."""
     x, weight = rules.random(rng, tokens, features), rules.random(rng, experts, features)

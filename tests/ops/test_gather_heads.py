@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import strided
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("tokens", [0, 1, 3])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each("ranks", [1, 2, 4])
+@each("tokens", [0, 1, 3])
+@each("layout", [torch.clone, strided])
 def test_heads_in_rank_order(rules, rng, ranks, tokens, layout):
     own = 2
     queries = [(rules.random(rng, tokens, own, 5), rules.random(rng, tokens, own, 3)) for _ in range(ranks)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 SENSE = {
@@ -81,10 +82,10 @@ def wide(rules, values):
 CASES = [(8, 1, 1, 3), (8, 4, 2, 3), (12, 3, 1, 4), (12, 6, 6, 5), (20, 5, 3, 12), (256, 8, 4, 8), (4, 2, 1, 1)]
 
 
-@pytest.mark.parametrize(("count", "groups", "top_groups", "top_k"), CASES)
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
-@pytest.mark.parametrize("group_score", ["top2", "max"])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("count", "groups", "top_groups", "top_k"), CASES)
+@each("scoring", ["sigmoid", "softmax"])
+@each("group_score", ["top2", "max"])
+@each("layout", [torch.clone, strided])
 def test_choice_and_weights(rules, rng, count, groups, top_groups, top_k, scoring, group_score, layout):
     op = ops.GatingTopK(
         top_k=top_k, groups=groups, top_groups=top_groups, scoring=scoring, group_score=group_score, scale=2.5
@@ -95,16 +96,16 @@ def test_choice_and_weights(rules, rng, count, groups, top_groups, top_k, scorin
     verify(rules, op, logits, rules.random(rng, count, dtype=rules.wide) * 0.3, layout)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2])
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@each("tokens", [0, 1, 2])
+@each("scoring", ["sigmoid", "softmax"])
 def test_few_tokens(rules, rng, tokens, scoring):
     op = ops.GatingTopK(top_k=3, groups=4, top_groups=2, scoring=scoring)
     verify(rules, op, rules.random(rng, tokens, 16, dtype=rules.wide), rules.random(rng, 16, dtype=rules.wide))
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@each("normalise", [True, False])
+@each("scale", [1.0, 2.5])
+@each("scoring", ["sigmoid", "softmax"])
 def test_normalise_and_scale(rules, rng, normalise, scale, scoring):
     op = ops.GatingTopK(top_k=4, scoring=scoring, normalise=normalise, scale=scale)
     logits = rules.random(rng, 3, 12, dtype=rules.wide)
@@ -121,7 +122,7 @@ def test_a_small_number_keeps_the_sum_from_zero(rules):
     assert experts.tolist() == [[0, 1], [0, 1]]
 
 
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@each("scoring", ["sigmoid", "softmax"])
 def test_logits_of_any_size(rules, scoring):
     logits = wide(rules, [[1e4, -1e4, 0.0, 9e3]])
     weights, experts = rules(
@@ -144,8 +145,8 @@ def test_bias_selects_and_does_not_weigh(rules):
         rules.close(weights, [[p[x] for x in chosen]])
 
 
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
-@pytest.mark.parametrize("group_score", ["top2", "max"])
+@each("scoring", ["sigmoid", "softmax"])
+@each("group_score", ["top2", "max"])
 def test_negative_scores_win_over_dropped_groups(rules, scoring, group_score):
     """All biased scores are negative: were dropped groups at 0, not at -inf, their experts would be chosen."""
     logits = wide(rules, [[0.5, 0.2, -0.5, -0.2, 3.0, -3.0, 2.0, 1.5]])
@@ -165,9 +166,9 @@ def test_dropped_groups_are_dropped(rules):
         assert rules(op, logits, bias)[1].tolist() == [chosen]
 
 
-@pytest.mark.parametrize("count", [4, 12, 20, 37, 64, 160, 256])
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@each("count", [4, 12, 20, 37, 64, 160, 256])
+@each("tokens", [1, 3])
+@each("scoring", ["sigmoid", "softmax"])
 def test_of_equal_experts_the_lower_comes_first(rules, rng, count, tokens, scoring):
     """Whatever the logit, its score is the same in every place of a row and of the batch, to the last bit."""
     op, bias = ops.GatingTopK(top_k=count, scoring=scoring), wide(rules, np.zeros(count))
@@ -178,16 +179,16 @@ def test_of_equal_experts_the_lower_comes_first(rules, rng, count, tokens, scori
         assert torch.equal(weights, weights[:1, :1].expand(tokens, count))
 
 
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@each("scoring", ["sigmoid", "softmax"])
 def test_equal_experts_behind_a_better_one(rules, scoring):
     logits = wide(rules, [[0.5, 1.5, 0.5, 1.5, 0.5, 2.5, 0.5, 1.5]])
     _, experts = rules(ops.GatingTopK(top_k=6, scoring=scoring), logits, wide(rules, np.zeros(8)))
     assert experts.tolist() == [[5, 1, 3, 7, 0, 2]]
 
 
-@pytest.mark.parametrize("groups", [2, 4, 8, 40])
-@pytest.mark.parametrize("group_score", ["top2", "max"])
-@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@each("groups", [2, 4, 8, 40])
+@each("group_score", ["top2", "max"])
+@each("scoring", ["sigmoid", "softmax"])
 def test_of_equal_groups_the_lower_stays(rules, rng, groups, group_score, scoring):
     row = rng.standard_normal(3)
     logits = wide(rules, np.stack([np.tile(row, groups), np.tile(row[::-1], groups)]))

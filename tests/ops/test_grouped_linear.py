@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 #: Counts of the experts, and rows behind them.
@@ -30,9 +31,9 @@ def verify(rules, rows, weight, counts, layout=torch.clone):
     rules.close(got[: sum(counts)], oracle(exact(rows), exact(weight), counts))
 
 
-@pytest.mark.parametrize(("counts", "behind"), CASES)
-@pytest.mark.parametrize(("features", "out"), [(5, 4), (64, 9), (1, 1)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("counts", "behind"), CASES)
+@each(("features", "out"), [(5, 4), (64, 9), (1, 1)])
+@each("layout", [torch.clone, strided])
 def test_grouped_linear(rules, rng, counts, behind, features, out, layout):
     rows, weight = rules.random(rng, sum(counts) + behind, features), rules.random(rng, len(counts), out, features)
     verify(rules, rows, weight, counts, layout)

@@ -8,6 +8,7 @@ import torch
 
 from mla_fx.backends.cpu import history_attention
 from mla_fx.effects import Aval, InputError, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 from tests.oracles import attend
 
@@ -73,28 +74,28 @@ def run(rules, shard, layout=lambda t: t):
     rules.close(lse, want_lse)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shuffled", [True, False], ids=["scattered", "consecutive"])
+@each("case", CASES)
+@each("shuffled", [True, False])
 def test_history_attention(rules, rng, case, shuffled):
     run(rules, Shard(rules, rng, *case, shuffled=shuffled))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shuffled", [True, False], ids=["scattered", "consecutive"])
-@pytest.mark.parametrize("tile", [1, 4, 8])
+@each("case", CASES)
+@each("shuffled", [True, False])
+@each("tile", [1, 4, 8])
 def test_any_tile(rules, rng, monkeypatch, case, shuffled, tile):
     monkeypatch.setattr(history_attention, "TILE", tile)
     run(rules, Shard(rules, rng, *case, shuffled=shuffled))
 
 
-@pytest.mark.parametrize(("heads", "tiles"), [(1, 1), (16, 1), (2, 2)])
-@pytest.mark.parametrize("shuffled", [True, False], ids=["scattered", "consecutive"])
+@each(("heads", "tiles"), [(1, 1), (16, 1), (2, 2)])
+@each("shuffled", [True, False])
 def test_more_keys_than_a_tile(rules, rng, heads, tiles, shuffled):
     keys = tiles * history_attention.TILE + 5
     run(rules, Shard(rules, rng, (1,), (keys,), 1, 128, heads=heads, shuffled=shuffled))
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_strided_operands(rules, rng, case):
     run(rules, Shard(rules, rng, *case), strided)
 
@@ -106,7 +107,7 @@ def test_operands_stay_as_they_were(rules, rng):
     assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, shard.operands(), strict=False))
 
 
-@pytest.mark.parametrize("tile", [4, 512])
+@each("tile", [4, 512])
 def test_scores_in_the_tens_of_thousands(rules, rng, monkeypatch, tile):
     """From tile to tile scores rise and fall by more than an exponential can hold."""
     monkeypatch.setattr(history_attention, "TILE", tile)

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 
-@pytest.mark.parametrize(("tokens", "others"), [(3, 2), (1, 1), (4, 0), (0, 4), (0, 0)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("tokens", "others"), [(3, 2), (1, 1), (4, 0), (0, 4), (0, 0)])
+@each("layout", [torch.clone, strided])
 def test_one_below_the_other(rules, rng, tokens, others, layout):
     first, rest = rules.random(rng, tokens, 3), rules.random(rng, others, 3)
     (got,) = rules(ops.JoinTokens(), layout(first), layout(rest))

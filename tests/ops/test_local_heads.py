@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import strided
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("tokens", [0, 1, 2])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each("ranks", [1, 2, 3])
+@each("tokens", [0, 1, 2])
+@each("layout", [torch.clone, strided])
 def test_own_heads(rules, rng, ranks, tokens, layout):
     q = rules.random(rng, tokens, 6, 5)
     for rank in range(ranks):

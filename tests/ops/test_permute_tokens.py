@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 SENSE = {"own": 3}
@@ -47,15 +48,15 @@ def verify(rules, x, experts, own, ranks, layout=torch.clone):
 CASES = [(3, 2, 4, 1), (5, 3, 2, 2), (1, 4, 2, 3), (17, 6, 3, 4), (4, 1, 1, 5), (2, 3, 1, 3), (0, 2, 2, 2)]
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "own", "ranks"), CASES)
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("tokens", "top_k", "own", "ranks"), CASES)
+@each("layout", [torch.clone, strided])
 def test_sorted_by_expert_and_token(rules, rng, tokens, top_k, own, ranks, layout):
     experts = draw(rng, tokens, top_k, own * ranks)
     pairs = verify(rules, rules.random(rng, tokens, 3), experts, own, ranks, layout)
     assert sum(pairs) == tokens * top_k
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@each("rank", [0, 1, 2])
 def test_all_pairs_on_one_rank(rules, rng, rank):
     """It then has a row for every pair, and the others have none."""
     experts = draw(rng, 6, 3, 3) + 3 * rank

@@ -22,10 +22,11 @@ from mla_fx.effects import (
     violations,
 )
 from mla_fx.projections import linear, prefetch
+from tests.cases import each
 from tests.ops.conftest import Rules
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp32"])
+@each("kind", ["int8", "fp32"])
 def test_nothing_comes_of_it(rules, rng, kind):
     """Any weight, behind any value; both stay as they are."""
     weight = torch.arange(6).view(2, 3).to({"int8": torch.int8, "fp32": torch.float32}[kind])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 from tests.ops.test_quant_linear import draw, extremes, quantised, rounded
 
@@ -31,9 +32,9 @@ def run(rules, rows, weight, scale, counts, layout=torch.clone):
     return got[: sum(counts)]
 
 
-@pytest.mark.parametrize(("counts", "behind"), CASES)
-@pytest.mark.parametrize(("features", "out"), [(5, 4), (64, 9), (1, 1)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("counts", "behind"), CASES)
+@each(("features", "out"), [(5, 4), (64, 9), (1, 1)])
+@each("layout", [torch.clone, strided])
 def test_quant_grouped_linear(rules, rng, counts, behind, features, out, layout):
     """Rows behind the last count are poison."""
     rows, (weight, scale) = (
@@ -68,7 +69,7 @@ def test_a_row_of_zeros_gives_zero(rules, rng):
     assert torch.equal(run(rules, rows, weight, scale, [2, 2]), want)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@each("poison", [math.nan, math.inf])
 def test_poison_stays_in_its_row(rules, rng, poison):
     rows, (weight, scale) = rules.random(rng, 4, 6), draw(rules, rng, 2, 3, 6)
     want = run(rules, rows, weight, scale, [3, 1]).clone()
@@ -84,7 +85,7 @@ def test_poison_in_a_scale_stays_in_its_expert_and_feature(rules, rng):
     assert got.isnan().tolist() == [*[[True, False]] * 3, [False, False]]
 
 
-@pytest.mark.parametrize("counts", [[1, 40, 0], [0, 2, 3]])
+@each("counts", [[1, 40, 0], [0, 2, 3]])
 def test_sums_are_of_integers(rules, rng, counts):
     x, weight = extremes(rng, sum(counts), 2048, 64)
     of_experts = np.stack([weight, np.minimum(-weight, 127), weight[::-1]])

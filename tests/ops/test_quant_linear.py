@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 KINDS = {torch.float32: np.float32, torch.float64: np.float64}
@@ -34,8 +35,8 @@ def draw(rules, rng, *shape):
     return weight, rules.tensor(0.02 * rng.random(shape[:-1]) + 0.001, rules.wide)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 4), (1, 64, 9), (0, 5, 4), (2, 1, 1), (3, 0, 2), (40, 33, 17)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each("shape", [(3, 5, 4), (1, 64, 9), (0, 5, 4), (2, 1, 1), (3, 0, 2), (40, 33, 17)])
+@each("layout", [torch.clone, strided])
 def test_quant_linear(rules, rng, shape, layout):
     tokens, features, out = shape
     x, (weight, scale) = rules.random(rng, tokens, features), draw(rules, rng, out, features)
@@ -80,7 +81,7 @@ def test_a_step_that_vanishes_gives_zero(rules):
     assert got.tolist() == [[0, 0, 0], [127, 1, -127]]
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@each("poison", [math.nan, math.inf, -math.inf])
 def test_poison_stays_in_its_token(rules, rng, poison):
     """Of an infinite step the integers are not numbers, either."""
     x, (weight, scale) = rules.random(rng, 4, 6), draw(rules, rng, 3, 6)
@@ -106,7 +107,7 @@ def rounded(rules, total):
     return torch.as_tensor(total).to(rules.wide).mul(2.0**-10).to(rules.dtype)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 40])
+@each("tokens", [1, 3, 40])
 def test_sums_are_of_integers(rules, rng, tokens):
     x, weight = extremes(rng, tokens, 2048, 64)
     total = x.astype(np.int64) @ weight.T

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 SENSE = {"epsilon": 1e-6}
@@ -22,7 +23,7 @@ def oracle(x, weight, epsilon):
     return out
 
 
-@pytest.mark.parametrize(("tokens", "width", "features"), [(3, 9, 9), (2, 9, 6), (0, 9, 6), (1, 576, 512)])
+@each(("tokens", "width", "features"), [(3, 9, 9), (2, 9, 6), (0, 9, 6), (1, 576, 512)])
 def test_rms_norm(rules, rng, tokens, width, features):
     x, weight = rules.random(rng, tokens, width), rules.random(rng, features)
     x[:, features:] = math.nan  # not read
@@ -30,7 +31,7 @@ def test_rms_norm(rules, rng, tokens, width, features):
     rules.close(got, oracle(exact(x), exact(weight), 1e-6))
 
 
-@pytest.mark.parametrize("epsilon", [1e-6, 1e-2])
+@each("epsilon", [1e-6, 1e-2])
 def test_epsilon_counts_in_small_rows(rules, rng, epsilon):
     x, weight = rules.random(rng, 2, 8) * 0.01, rules.random(rng, 8)
     (got,) = rules(ops.RmsNorm(epsilon), x, weight)

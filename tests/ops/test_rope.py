@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 SENSE = {"heads": 2}
@@ -34,10 +35,10 @@ def angles(rules, rng, tokens, features, kind=None):
     return rules.tensor(np.cos(turn), kind or rules.wide), rules.tensor(np.sin(turn), kind or rules.wide)
 
 
-@pytest.mark.parametrize("heads", [None, 1, 3])
-@pytest.mark.parametrize("tokens", [0, 1, 4])
-@pytest.mark.parametrize("nope", [0, 5])
-@pytest.mark.parametrize("rounded", [False, True])
+@each("heads", [None, 1, 3])
+@each("tokens", [0, 1, 4])
+@each("nope", [0, 5])
+@each("rounded", [False, True])
 def test_rope(rules, rng, tokens, heads, nope, rounded):
     x = rules.random(rng, tokens, (heads or 1) * (nope + 6))
     x.view(tokens, heads or 1, nope + 6)[..., :nope] = math.nan  # not read

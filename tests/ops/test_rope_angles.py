@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, InputError, ShapeError, ops
+from tests.cases import each
 
 SENSE = {"frequencies": (1.0, 0.5), "magnitude": 1.25, "rounded": True}
 NONSENSE = {
@@ -16,8 +17,8 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("magnitude", [1.0, 1.25])
-@pytest.mark.parametrize("positions", [[0, 1, 3, 4095], [163839, 2**22 - 1], []])
+@each("magnitude", [1.0, 1.25])
+@each("positions", [[0, 1, 3, 4095], [163839, 2**22 - 1], []])
 def test_angles(rules, positions, magnitude):
     frequencies = (1.0, 0.0390069, 3.3338e-6)
     like = rules.tensor(np.zeros((len(positions), 5)))

@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 SENSE = {"count": 2}
 NONSENSE = {"count": (-1, 1.0, "1", None, True)}
 
 
-@pytest.mark.parametrize(("tokens", "count"), [(5, 3), (2, 1), (4, 0), (4, 4), (0, 0)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("tokens", "count"), [(5, 3), (2, 1), (4, 0), (4, 4), (0, 0)])
+@each("layout", [torch.clone, strided])
 def test_first_and_rest(rules, rng, tokens, count, layout):
     x = rules.random(rng, tokens, 3)
     first, rest = rules(ops.SplitTokens(count), layout(x))

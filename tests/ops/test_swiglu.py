@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 
@@ -24,8 +25,8 @@ def oracle(x):
     return out
 
 
-@pytest.mark.parametrize(("tokens", "features"), [(3, 5), (1, 64), (2, 1), (0, 5), (3, 0), (17, 33)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("tokens", "features"), [(3, 5), (1, 64), (2, 1), (0, 5), (3, 0), (17, 33)])
+@each("layout", [torch.clone, strided])
 def test_swiglu(rules, rng, tokens, features, layout):
     x = rules.random(rng, tokens, 2 * features) * 3
     (got,) = rules(ops.Swiglu(), layout(x))

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, InputError, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 CASES = [(3, [2]), (5, [4, 0, 2]), (3, [1, 1, 1, 1]), (4, [0, 1, 2, 3]), (1, [0]), (3, []), (0, [])]
 
 
-@pytest.mark.parametrize(("tokens", "rows"), CASES)
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("tokens", "rows"), CASES)
+@each("layout", [torch.clone, strided])
 def test_rows_that_are_asked_for(rules, rng, tokens, rows, layout):
     x = rules.random(rng, tokens, 5)
     (got,) = rules(ops.TakeRows(), layout(x), layout(torch.tensor(rows, dtype=torch.int64)))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 
@@ -33,8 +34,8 @@ def verify(rules, rng, source, layout=torch.clone):
     return got
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "elsewhere"), [(3, 2, 0), (5, 3, 7), (1, 4, 2), (2, 1, 1), (19, 8, 100)])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each(("tokens", "top_k", "elsewhere"), [(3, 2, 0), (5, 3, 7), (1, 4, 2), (2, 1, 1), (19, 8, 100)])
+@each("layout", [torch.clone, strided])
 def test_weighted_sum_over_the_experts(rules, rng, tokens, top_k, elsewhere, layout):
     pairs = tokens * top_k
     source = np.full(pairs, -1)
@@ -47,7 +48,7 @@ def test_tokens_without_an_expert_on_the_rank(rules, rng):
     assert not got[[0, 2]].any() and got[[1, 3]].all()
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3])
+@each("tokens", [0, 1, 3])
 def test_no_pair_on_the_rank(rules, rng, tokens):
     got = verify(rules, rng, torch.full((tokens, 2), -1, dtype=torch.int32))
     assert got.shape == (tokens, 5) and not got.any()
@@ -94,8 +95,8 @@ def through_the_experts(rules, x, experts, weights, weight, ranks):
     return total
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-@pytest.mark.parametrize(("tokens", "top_k"), [(7, 3), (1, 6), (1, 1)])
+@each("ranks", [1, 2, 3, 6])
+@each(("tokens", "top_k"), [(7, 3), (1, 6), (1, 1)])
 def test_there_and_back(rules, rng, ranks, tokens, top_k):
     """Small integers: exact in every dtype, so the experts' ways must all be found."""
     experts = experts_of(rng, tokens, top_k, 6)

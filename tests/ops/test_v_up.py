@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 SENSE = {"flat": False}
@@ -20,8 +21,8 @@ def oracle(attn, w_uv):
     return out
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3])
-@pytest.mark.parametrize("heads", [1, 3])
+@each("tokens", [0, 1, 3])
+@each("heads", [1, 3])
 def test_v_up(rules, rng, tokens, heads):
     attn, w_uv = rules.random(rng, tokens, heads, 7), rules.random(rng, heads, 7, 4)
     (got,) = rules(ops.VUp(), attn, w_uv)
@@ -34,8 +35,8 @@ def test_strided_operands(rules, rng):
     rules.close(got, oracle(exact(attn), exact(w_uv)))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("flat", [True, False])
+@each("rank", [0, 1, 2])
+@each("flat", [True, False])
 def test_own_heads_of_all(rules, rng, rank, flat):
     """Of a group's weight the rank takes its own heads; not flat, they stay apart."""
     attn, w_uv = rules.random(rng, 3, 2, 7), rules.random(rng, 6, 7, 4)
@@ -44,7 +45,7 @@ def test_own_heads_of_all(rules, rng, rank, flat):
     rules.close(got, want if flat else want.reshape(3, 2, 4))
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
+@each("tokens", [0, 3])
 def test_heads_apart(rules, rng, tokens):
     attn, w_uv = rules.random(rng, tokens, 2, 7), rules.random(rng, 2, 7, 4)
     (got,) = rules(ops.VUp(flat=False), strided(attn), strided(w_uv))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, InputError, ShapeError, ops
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 BLOCKS, SIZE = 3, 4
@@ -20,9 +21,9 @@ def empty(rules, rng, features):
     return cache
 
 
-@pytest.mark.parametrize("slots", CASES)
-@pytest.mark.parametrize("features", [1, 2, 6])
-@pytest.mark.parametrize("layout", [torch.clone, strided], ids=["contiguous", "strided"])
+@each("slots", CASES)
+@each("features", [1, 2, 6])
+@each("layout", [torch.clone, strided])
 def test_rows_land_in_their_slots(rules, rng, slots, features, layout):
     cache, rows = layout(empty(rules, rng, features)), rules.random(rng, len(slots), features)
     rows[[slot == -1 for slot in slots]] = math.nan

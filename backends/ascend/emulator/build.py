@@ -1,36 +1,28 @@
 """The emulated CANN libraries, compiled on first use into a cache.
 
-Decided here: what is built, from what, and where it is kept.  The wheel links
-to nine libraries by name.  `libascendcl.so` is the runtime, `libopapi.so` the
-operators' entry points, `libhccl.so` the collectives; the others are empty and
-only satisfy the loader.  What the wheel asks for and none of the sources
-here defines is a weak function that returns 0, so that a call which
-matters and is missing shows at that call.
+Decided here: what is built, and from what; `mla_fx.backends.compiled` keeps it.
+The wheel links to nine libraries by name.  `libascendcl.so` is the runtime,
+`libopapi.so` the operators' entry points, `libhccl.so` the collectives; the
+others are empty and only satisfy the loader.  What the wheel asks for and none
+of the sources here defines is a weak function that returns 0, so that a call
+which matters and is missing shows at that call.
 
 Every operator that the wheel can ask for has an entry point, emulated or not:
 where one were missing, the wheel would take an older way, and fail far from the call.
-
-A build lies in `$XDG_CACHE_HOME/mla_fx` (`~/.cache/mla_fx`), in a folder named
-by the hash of everything it was made from; it appears there complete or not at
-all, so that processes may race for it.
 """
 
-import hashlib
 import importlib.machinery
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from mla_fx.backends import compiled
 from mla_fx.backends.ascend.emulator.trampolines import assembly
 from mla_fx.effects import InputError
 
@@ -39,6 +31,8 @@ _SOURCES = (
     *("device.h", "device.cpp", "capture.h", "graph.h", "capture.cpp", "replay.cpp"),
     *("runtime.cpp", "descriptors.cpp", "hccl.cpp"),
 )
+#: As it is called where it is compiled.
+WHAT: Final = "the emulated CANN"
 #: The wheel that is emulated under.
 WHEEL: Final = "2.13.0"
 #: In the order in which they must be loaded.
@@ -96,65 +90,21 @@ def version() -> str:
     return found.version
 
 
-def compiler() -> str:
-    """A C++ compiler: $CXX, else the first of g++, clang++ and c++; raises `InputError`."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        raise InputError(
-            f"compiler: the emulator is compiled on first use and needs a C++ compiler ({', '.join(names)}) on PATH: "
-            "got none; install one (Debian, Ubuntu: g++) or name it in CXX"
-        )
-    return found
-
-
-def cache() -> Path:
-    """Where builds are kept."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "mla_fx"
-
-
 def library_folder(operators: Sequence[str]) -> Path:
     """The folder of the libraries, in which `operators` and all that the wheel knows have entry points.
 
     Built unless it is there, which is said on stderr.  Raises `InputError` when there is no wheel, no compiler, no
     cache that can be written, or the compiler fails.
     """
-    made_from = hashlib.sha256()
-    for part in (*(_HERE / name for name in _SOURCES), Path(__file__), _HERE / "trampolines.py"):
-        made_from.update(part.read_bytes())
-    for text in (version(), platform.machine(), sys.platform, compiler(), *operators):
-        made_from.update(f"{text}\0".encode())
-    folder = cache() / f"emulated-cann-{made_from.hexdigest()[:20]}"
-    if not folder.is_dir():
-        with _workplace() as made:
-            print(f"mla_fx: compiling the emulated CANN, once, into {folder}: up to a minute", file=sys.stderr)
-            start = time.monotonic()
-            _compile(made, operators)
-            try:
-                made.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another process was first, with the same content
-                    raise
-            print(f"mla_fx: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
-    return folder
-
-
-@contextmanager
-def _workplace() -> Iterator[Path]:
-    """An empty folder in the cache, which goes away unless it is moved; raises `InputError` where none can be made."""
-    try:
-        cache().mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(dir=cache(), prefix="building-")
-    except OSError as error:
-        raise InputError(
-            f"XDG_CACHE_HOME: the emulator is compiled into {cache()}, where a folder must be possible to make; "
-            f"name another place in XDG_CACHE_HOME: got {error}"
-        ) from None
-    with temporary as name:
-        made = Path(name) / "lib"
-        made.mkdir()
-        yield made
+    parts = [*(_HERE / name for name in _SOURCES), Path(__file__), _HERE / "trampolines.py"]
+    return compiled.built(
+        "emulated-cann",
+        lambda made: _compile(made, operators),
+        parts,
+        [version(), *operators],
+        what=WHAT,
+        takes="up to a minute",
+    )
 
 
 def entry_points(folder: Path) -> list[str]:
@@ -187,10 +137,12 @@ def _compile(folder: Path, operators: Sequence[str]) -> None:
     }
     for library in LIBRARIES:
         linked = [] if library == "libascendcl" else ["-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]
-        _run(
-            [compiler(), "-w", "-O1", "-std=c++17", "-shared", "-fPIC"],
-            [*sources.get(library, [folder / "empty.cpp"]), *linked],
-            ["-o", folder / f"{library}.so", f"-Wl,-soname,{library}.so"],
+        compiled.run(
+            [
+                *(compiled.compiler(WHAT), "-w", "-O1", "-std=c++17", "-shared", "-fPIC"),
+                *(*sources.get(library, [folder / "empty.cpp"]), *linked),
+                *("-o", folder / f"{library}.so", f"-Wl,-soname,{library}.so"),
+            ]
         )
 
 
@@ -210,10 +162,3 @@ def _undefined(library: Path) -> list[str]:
         raise InputError("compiler: the emulator needs nm beside the C++ compiler: got none; install binutils")
     listing = subprocess.run([tool, "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
     return re.findall(r" U (\w+)", listing.stdout)
-
-
-def _run(*parts: Sequence[str | Path]) -> None:
-    command = [str(word) for part in parts for word in part]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise InputError(f"compiler: {' '.join(command)} must succeed: got status {done.returncode}\n{done.stderr}")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mla_fx import orchestrations
-from mla_fx.backends import Backend, Collective, InProcess, Run, ascend, device
+from mla_fx.backends import Backend, Collective, InProcess, Run, ascend, compiled, device
 from mla_fx.backends.ascend.calls import release as calls_release
 from mla_fx.backends.ascend.emulator import Machine, emulate
-from mla_fx.backends.ascend.emulator.build import compiler, wheel
+from mla_fx.backends.ascend.emulator.build import WHAT, wheel
 from mla_fx.backends.ascend.emulator.releases import RELEASES
 from mla_fx.effects import Aval, InputError, Op, Program, bind, on_host, schedule, trace
 from mla_fx.effects.aval import operand
@@ -23,7 +23,7 @@ def why_not() -> str | None:
     """Why nothing can be emulated here, None where it can."""
     try:
         wheel()
-        compiler()
+        compiled.compiler(WHAT)
     except InputError as error:
         return str(error)
     return None
@@ -69,18 +69,6 @@ def play(machine: Machine, monkeypatch: pytest.MonkeyPatch, cann: str) -> None:
     release = RELEASES[cann]
     machine.play(release)
     monkeypatch.setattr(calls_release, "cann", lambda: calls_release.number(release.version))
-
-
-def mostly_soak(cases: Iterable[Any], always: Iterable[Any]) -> list[Any]:
-    """All cases as parameters: those of `always` in every run, the rest in long ones."""
-    kept = list(always)
-    cases = [*cases]
-    assert all(case in cases for case in kept)
-    return [case if case in kept else _long(case) for case in cases]
-
-
-def _long(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
 
 
 def to_device(operand: Any) -> Any:

@@ -18,25 +18,6 @@ from tests.test_packaging import PROJECT
 NAMES = ["aclnnOne", "aclnnTwo"]
 
 
-def test_cache_follows_the_xdg_convention(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache() == tmp_path / "mla_fx"
-    for unusable in ("", "relative/path"):
-        monkeypatch.setenv("XDG_CACHE_HOME", unusable)
-        monkeypatch.setenv("HOME", str(tmp_path))
-        assert build.cache() == tmp_path / ".cache" / "mla_fx"
-
-
-def test_no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(InputError, match=r"compiler: .* needs a C\+\+ compiler \(g\+\+, clang\+\+, c\+\+\) on PATH"):
-        build.compiler()
-    monkeypatch.setenv("CXX", "my-compiler")
-    with pytest.raises(InputError, match=r"compiler: .* \(my-compiler\) on PATH: got none"):
-        build.compiler()
-
-
 def test_no_wheel(monkeypatch):
     monkeypatch.setattr(build.importlib.machinery.PathFinder, "find_spec", lambda name, path: None)
     advice = r"got none; python -m mla_fx\.backends\.ascend\.emulator --install gets torch_npu 2\.13\.0"
@@ -142,32 +123,6 @@ def test_a_build_that_fails_leaves_nothing(fresh, compiler):
     with pytest.raises(InputError, match=r"compiler: .* must succeed: got status 1\n[\s\S]*no such instruction"):
         build.library_folder(NAMES)
     assert list(fresh.iterdir()) == []
-
-
-@pytest.mark.parametrize("blocked", ["", "mla_fx"])
-def test_a_cache_that_cannot_be_written(fresh, monkeypatch, blocked):
-    """A file where a folder should be: even root cannot write there."""
-    place = fresh.parent / "place"
-    (place / blocked).parent.mkdir(exist_ok=True)
-    (place / blocked).write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
-    with pytest.raises(InputError, match=rf"XDG_CACHE_HOME: .* compiled into {place}/mla_fx, .*: got \[Errno"):
-        build.library_folder(NAMES)
-
-
-def test_the_second_of_two_builders_takes_what_the_first_made(fresh, monkeypatch):
-    def make(made, names):
-        (made / "entries.txt").write_text("first")
-
-    def slow(made, names):
-        (made / "entries.txt").write_text("second")
-        monkeypatch.setattr(build, "_compile", make)
-        build.library_folder(names)  # as another process, which is faster
-
-    monkeypatch.setattr(build, "_compile", slow)
-    folder = build.library_folder(NAMES)
-    assert build.entry_points(folder) == ["first"]
-    assert [path.name for path in fresh.iterdir()] == [folder.name]
 
 
 def test_aarch64_entries_are_assembly():

@@ -1,0 +1,95 @@
+"""Compiled kernels of the CPU backend: one library, built on first use, whose engine is chosen when it is loaded.
+
+Each file of C++ is compiled by itself with the instructions that it may use,
+and called only where the processor has them.  Without a compiler, or on
+another processor, there is no library, and rules take their plain torch form.
+
+| engine | products | needs |
+|---|---|---|
+| fma | float32, 8 or 16 lanes | AVX2, FMA and F16C, or AVX-512 |
+
+`MLA_FX_CPU_ENGINE` names a lower one than the processor has, or "torch" for
+the plain form.
+"""
+
+if __name__ != "mla_fx.backends.cpu.kernel":  # reached as a top-level name from the checkout
+    raise ImportError(f"import this package as 'mla_fx.backends.cpu.kernel', not {__name__!r}")
+
+import ctypes
+import os
+import platform
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from mla_fx.backends import compiled
+from mla_fx.effects import InputError
+
+WHAT: Final = "the kernels of the CPU backend"
+#: Engines from the fastest on, and the bit that says in the library that the processor has one.
+ENGINES: Final = {"fma": 1}
+CHOICE: Final = "MLA_FX_CPU_ENGINE"
+
+_HERE = Path(__file__).resolve().parent
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden")
+#: What is compiled, and for which instructions.
+_UNITS: Final[dict[str, tuple[str, ...]]] = {
+    "entry.cpp": (),
+    "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "linear_512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, compiled unless it is in the cache; None where it cannot be had, which is said once.
+
+    torch is loaded before it, so both have one OpenMP, torch's.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or os.name != "posix":
+        return None
+    texts = [*_FLAGS, *(f"{name} {' '.join(flags)}" for name, flags in _UNITS.items()), torch.__version__]
+    try:
+        folder = compiled.built("cpu-kernels", _compile, _sources(), texts, what=WHAT, takes="some seconds")
+        return ctypes.CDLL(str(folder / "kernels.so"))
+    except (InputError, OSError) as error:
+        said = str(error).splitlines()[0]
+        warnings.warn(
+            f"mla_fx computes attention on the CPU by plain torch, several times slower: {said}", stacklevel=2
+        )
+        return None
+
+
+@cache
+def engine() -> str | None:
+    """The engine of this process, None for the plain torch form; raises `InputError` for a choice that there is not."""
+    choice = os.environ.get(CHOICE) or None
+    if choice == "torch":
+        return None
+    if choice is not None and choice not in ENGINES:
+        raise InputError(f"{CHOICE}: must be one of {', '.join(ENGINES)}, torch: got {choice!r}")
+    found = library()
+    has = found.mla_fx_engines() if found is not None else 0
+    there = [name for name, bit in ENGINES.items() if has & bit]
+    if choice is not None and choice not in there:
+        raise InputError(f"{CHOICE}: must be one of what there is here, {', '.join([*there, 'torch'])}: got {choice!r}")
+    return choice or next(iter(there), None)
+
+
+def _sources() -> list[Path]:
+    return sorted(path for path in _HERE.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def _compile(folder: Path) -> None:
+    """Each unit by itself, side by side, then all together."""
+    command = [compiled.compiler(WHAT), *_FLAGS]
+    objects = {name: str(folder / f"{name}.o") for name in _UNITS}
+    compiled.run(
+        *([*command, *_UNITS[name], "-c", str(_HERE / name), "-o", made] for name, made in objects.items()),
+    )
+    compiled.run([*command, "-shared", *objects.values(), "-o", str(folder / "kernels.so")])
+    for made in objects.values():
+        Path(made).unlink()
