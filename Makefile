@@ -30,8 +30,8 @@ check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m packaging --packaging tests/test_packaging.py
 
-bench: $(VENV)/.test  ## overhead and speed, as ratios within one run
-	$(BIN)/python -m pytest tests/benchmarks --override-ini addopts=--import-mode=importlib -s $(ARGS)
+bench: $(VENV)/.test  ## a table of how fast it is beside what else one would run; ARGS="--only attention" and others: ARGS=--help
+	$(BIN)/python -m tests.benchmarks.table $(ARGS)
 
 soak: $(VENV)/.test  ## long random runs of the law and of the merged result, all of Ascend on each release of CANN
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak --soak $(ARGS)

@@ -34,7 +34,7 @@ class Overlaps:
         self.fixed = [
             (*span(leaf), len(self.names) + n)
             for n, leaf in enumerate(leaf for leaves in parameters.values() for leaf in leaves)
-            if leaf.numel()
+            if leaf.numel() and leaf.layout is torch.strided  # what a library has packed has no addresses
         ]
         self.names += [f"{name} of rank {rank}" for name in parameters for rank in ranks]
         self.known: list[tuple[int, Any, int]] = []  # of every state in the step before: number, reference, address

@@ -189,6 +189,10 @@ class Program:
         written = {root[launch.operands[position]] for launch in self.launches for position in launch.op.written()}
         return tuple(put.name for put in self.inputs if put.name in written)
 
+    def workspaces(self) -> frozenset[str]:
+        """The workspaces that launches use."""
+        return frozenset(name for launch in self.launches for name in launch.op.uses)
+
     def home(self) -> dict[str, str]:
         """For every value in memory that a launch allocates, the stream it is allocated on."""
         root = self.memory()

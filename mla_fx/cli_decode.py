@@ -131,6 +131,8 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
         )
         for backend in made
     ]
+    for lane in lanes:
+        lane.runner.ready(chunk=CHUNK)
     width, count = shape.table_width, shape.requests
     requests = [
         Request(list(prompt), list(range(b % count * width, (b % count + 1) * width)))

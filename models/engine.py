@@ -80,6 +80,7 @@ class Engine:
             Replica(number, shape, self.chunk, BlockManager(sharding, shape.blocks, ahead), self.prefix_cache)
             for number in range(self.runner.replicas)
         ]
+        self.runner.ready(drafts=self.drafter is not None, chunk=self.chunk)
 
     def __reduce__(self) -> str:
         raise TypeError("an engine has caches and executables of its process and cannot be pickled or copied: make one")
@@ -342,7 +343,7 @@ class Verdict:
 def _verdicts(parts: Sequence[Part], logits: torch.Tensor) -> list[Verdict | None]:
     """Of each part, from the logits [rows, V] that the parts want, where the backend has them; None: of one that fills.
 
-    A row comes to the host where a request needs it whole.
+    A row comes to the host, once, where a request needs it whole.
     """
     best = logits.argmax(1).tolist()
     # A number less itself is 0 unless it is infinite or none: in three operators that every device has.
@@ -363,12 +364,14 @@ def _verdict(request: Request, rows: range, logits: torch.Tensor, best: list[int
         if not finite[row]:
             return Verdict(tuple(tokens), tuple(logs), False)
         token = best[row]
-        if not request.sampling.plain:
-            text = [*request.tokens, *tokens] if tokens else request.tokens
-            token = request.sampler.choose(logits[row].cpu(), text)
+        if not request.sampling.plain or request.top_logprobs is not None:
+            whole = logits[row].cpu()
+            if not request.sampling.plain:
+                text = [*request.tokens, *tokens] if tokens else request.tokens
+                token = request.sampler.choose(whole, text)
+            if request.top_logprobs is not None:
+                logs.append(logprobs(whole, token, request.top_logprobs))
         tokens.append(token)
-        if request.top_logprobs is not None:
-            logs.append(logprobs(logits[row].cpu(), token, request.top_logprobs))
         if token != draft:
             break
     return Verdict(tuple(tokens), tuple(logs), True)

@@ -5,12 +5,17 @@ import io
 import itertools
 import os
 import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mla_fx.cli import main
 from mla_fx.models import Engine
+from mla_fx.models.addition import DIRECTORY
 from tests.processes import Member, Nursery
 
 
@@ -39,10 +44,48 @@ def met(member: Member, *, port: int, arguments: list[str], fate: str) -> tuple[
     return command(member, port=port, arguments=arguments)
 
 
-def commanded(processes: Nursery, ranks: int, *arguments: str, fate: str = "") -> list[Any]:
+def typed(
+    member: Member, *, port: int, arguments: list[str], pieces: Sequence[Sequence[str]]
+) -> tuple[tuple[int, str, str], str]:
+    """The command, while somebody types this rank's pieces, with a pause before each; and what it did not read."""
+    reading, writing = os.pipe()
+    os.dup2(reading, 0)
+
+    def type_in() -> None:
+        with open(writing, "w") as keys:
+            for piece in pieces[member.rank]:
+                time.sleep(0.7)  # longer than rank 0 waits before it tells the others that there is nothing
+                keys.write(piece)
+                keys.flush()
+
+    typing = threading.Thread(target=type_in)
+    typing.start()
+    found = command(member, port=port, arguments=arguments)
+    typing.join()
+    return found, os.read(0, 1 << 16).decode()
+
+
+def commanded(
+    processes: Nursery, ranks: int, *arguments: str, fate: str = "", pieces: Sequence[Sequence[str]] = ()
+) -> list[Any]:
     """What the command gave in each of `ranks` processes, whose store is here; None where it did not end by itself."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given: dict[str, Any] = {"port": store.port, "arguments": list(arguments)}
-    if not fate:
-        return processes.run(command, ranks=ranks, **given)
-    return [outcome.value for outcome in processes.outcomes(met, ranks=ranks, fate=fate, **given)]
+    if fate:
+        return [outcome.value for outcome in processes.outcomes(met, ranks=ranks, fate=fate, **given)]
+    if pieces:
+        return processes.run(typed, ranks=ranks, pieces=pieces, **given)
+    return processes.run(command, ranks=ranks, **given)
+
+
+def chatty(directory: Path) -> Path:
+    """The trained model with a chat template: turns one after the other, with an end behind each answer."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        os.link(DIRECTORY / name, directory / name)
+    template = (
+        "{% for m in messages %}"
+        "{% if m.role == 'assistant' %}{{ m.content }}<eos>{% else %}<bos>{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    (directory / "chat_template.jinja").write_text(template)
+    return directory

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.tokenizer import Tokenizer
+from tests.commands import chatty
 from tests.test_cli import run
 from tests.test_imports import ROOT
 
@@ -69,16 +70,8 @@ def test_limit_end_and_temperature(capsys):
 
 @pytest.fixture
 def directory(tmp_path):
-    """The trained model with a chat template: turns one after the other, with an end behind each answer."""
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        os.link(DIRECTORY / name, tmp_path / name)
-    template = (
-        "{% for m in messages %}"
-        "{% if m.role == 'assistant' %}{{ m.content }}<eos>{% else %}<bos>{{ m.content }}{% endif %}"
-        "{% endfor %}"
-    )
-    (tmp_path / "chat_template.jinja").write_text(template)
-    return tmp_path
+    """The trained model with a chat template."""
+    return chatty(tmp_path)
 
 
 def test_what_the_checkpoint_says_and_what_the_user_says(capsys, directory):

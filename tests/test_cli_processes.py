@@ -17,7 +17,7 @@ import pytest
 from mla_fx.cli import main
 from mla_fx.cli_processes import launch
 from mla_fx.models.addition import problems
-from tests.commands import commanded
+from tests.commands import chatty, commanded
 from tests.processes import Nursery, nursery
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +66,23 @@ def known(found: tuple[int, str, str]) -> list[str]:
     status, out, err = found
     text = re.sub(r"deviation.*?; ", "", untimed(out + err))
     return [str(status), re.sub(r"-?\d\.\d{3}\b", lambda number: f"{float(number[0]):.1f}", text)]
+
+
+@pytest.mark.parametrize("from_lines", [False, True])
+def test_a_conversation(processes, capsys, tmp_path, from_lines):
+    """The same as in one process, said once.  Of lines, those of rank 0 count, and nobody else reads any."""
+    directory, (first, second, *_) = chatty(tmp_path), PROMPTS
+    asked = ("generate", "--model", str(directory), "--chat", "--dtype", "fp32", "--block-size", "2")
+    turns = ("--prompt", first, "--prompt", second)
+    status, out, err = alone(capsys, *asked, *turns, "--ranks", "2")
+    assert status == 0 and out.startswith(f"> {first}\n372\n> {second}\n") and "prefix cache: " in err
+    if from_lines:
+        pieces = [[f"{first}\n", second[:3], second[3:]], ["1 + 1 =\n"]]
+        (told, left), (other, unread) = commanded(processes, 2, *asked, pieces=pieces)
+        assert (left, unread) == ("", "1 + 1 =\n")
+    else:
+        told, other = commanded(processes, 2, *asked, *turns)
+    assert known(told) == known((status, out, err)) and other == (0, "", "")
 
 
 README = re.findall(r"^mla-fx (\w+ .*--processes .*?)\s+#", (ROOT / "README.md").read_text(), re.MULTILINE)

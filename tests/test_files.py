@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from tests.each import each
+from tests.cases import each
 from tests.test_imports import ROOT, SOURCES, each_source, parse
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

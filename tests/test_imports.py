@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.each import each
+from tests.cases import each
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("mla_fx", "effects", "backends", "models")

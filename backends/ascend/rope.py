@@ -5,6 +5,8 @@ all in one launch.  The second wants one dtype, so beside wide angles `x` is
 widened, and de-interleaved in the same copy.  Both compute in float32.
 """
 
+from typing import Final
+
 import torch
 
 from mla_fx.backends.common import rope
@@ -12,6 +14,8 @@ from mla_fx.backends.device import Run
 
 _FEATURES = 64  # of npu_interleave_rope
 _LIMIT, _HEADS = 896, 1000  # of npu_rotary_mul: both below
+#: The same in words.
+MOST: Final = f"fewer than {_HEADS} heads of fewer than {_LIMIT} features"
 
 
 def rule(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, run: Run, heads: int | None) -> tuple[torch.Tensor]:
@@ -19,15 +23,36 @@ def rule(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, run: Run, hea
     tokens, features = cos.shape
     count = heads or 1
     shape = (tokens, features) if heads is None else (tokens, heads, features)
-    if not tokens or features >= _LIMIT or count >= _HEADS:
+    if not tokens or not fits(count, features):
         return rope.rule(x, cos, sin, run=run, heads=heads)
-    pairs = x.reshape(tokens, count, x.shape[1] // count)[..., -features:]
     if cos.dtype == sin.dtype == x.dtype != torch.float32 and features == _FEATURES:
         angles = [part.contiguous().view(tokens, 1, 1, features) for part in (cos, sin)]
-        out: torch.Tensor = torch.ops.npu.npu_interleave_rope(pairs.contiguous().unsqueeze(2), *angles)
+        pairs = _pairs(x, count, features).contiguous().unsqueeze(2)
+        out: torch.Tensor = torch.ops.npu.npu_interleave_rope(pairs, *angles)
         return (out.view(shape),)
-    apart = x.new_empty((tokens, count, 2, features // 2), dtype=torch.float32)
-    apart.copy_(pairs.view(tokens, count, features // 2, 2).transpose(-1, -2))
-    angles = [part.to(torch.float32).contiguous().view(1, tokens, 1, features) for part in (cos, sin)]
-    out = torch.ops.npu.npu_rotary_mul(apart.view(1, tokens, count, features), *angles)
-    return (out.view(shape).to(x.dtype),)
+    wide = x.new_empty((tokens, count, features), dtype=torch.float32)
+    widen(x, wide)
+    return (turned(wide, cos, sin).view(shape).to(x.dtype),)
+
+
+def fits(heads: int, features: int) -> bool:
+    """Whether npu_rotary_mul takes so many heads, of so many features."""
+    return features < _LIMIT and heads < _HEADS
+
+
+def widen(x: torch.Tensor, wide: torch.Tensor) -> None:
+    """The last R features of every head of `x` [T, N * D] into `wide` [T, N, R] float32, pairs de-interleaved."""
+    tokens, heads, features = wide.shape
+    pairs = _pairs(x, heads, features).view(tokens, heads, features // 2, 2)
+    wide.view(tokens, heads, 2, features // 2).copy_(pairs.transpose(-1, -2))
+
+
+def turned(wide: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`wide` [T, N, R] float32, the halves of each head rotated by `cos` and `sin` [T, R]."""
+    angles = [part.to(torch.float32).contiguous().view(1, len(part), 1, part.shape[1]) for part in (cos, sin)]
+    found: torch.Tensor = torch.ops.npu.npu_rotary_mul(wide.unsqueeze(0), *angles)
+    return found[0]
+
+
+def _pairs(x: torch.Tensor, heads: int, features: int) -> torch.Tensor:
+    return x.reshape(len(x), heads, x.shape[1] // heads)[..., -features:]

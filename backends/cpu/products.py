@@ -1,33 +1,225 @@
-"""Matrix products in 16 bits, on processors that have them and on those that have not.
+"""Matrix products, each by what is fastest on the processor, and the form that weights are kept in for it.
 
-With AVX-512 bf16 or AMX the library multiplies 16-bit numbers as they are.
-Without, it does so number by number: from a few rows on it is faster to widen
-a piece of the weights that stays in the cache, multiply in float32 and round
-once (3 times at 8 rows of 4096 x 4096, 5 times at 64, on one core with AVX2).
-Either way sums are in float32.
+| the processor has | the dtype | a weight is kept | products are |
+|---|---|---|---|
+| 16-bit products | that one | packed by oneDNN, those of experts as they are | oneDNN's |
+| AVX2 and FMA | 16 bits without such products, float32 | in panels | the compiled kernel's |
+| AVX2, no 8-bit dot products | int8 beside scales | in panels | the compiled kernel's |
+| else, or no compiler | any | as it is | torch's, 16 bits widened piece by piece |
+
+Panels are 16 features side by side, [F / 16, D, 16] of a weight [F, D], so F
+must be a multiple of 16; in int8 two neighbours of D lie together, [F / 16,
+D / 2, 16, 2].  The kernel (`kernel/linear.cpp`) widens them in registers: with
+few rows a product takes the time of reading the weight once.  It sums each
+result in the order of D whatever is beside it, so a row gives the same bits
+alone, in any batch and on any number of threads.
+
+All sums are in float32 (float64 beside float64), those of int8 exact.
 """
 
+import ctypes
 from functools import cache
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
 
-#: Numbers of a weight that are widened at a time: 2 MiB in float32.
+from mla_fx.backends.cpu import kernel
+
+#: Numbers of a weight that torch widens at a time: 2 MiB in float32.
 PIECE = 1 << 19
 #: Rows from which on that pays for a weight that is used once a row.
 ROWS = 4
+#: Features side by side.
+PANEL: Final = 16
+_FORMATS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_INT, _LONG, _AT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
 @cache
 def has(dtype: torch.dtype) -> bool:
     """Whether the processor multiplies numbers of a dtype as they are."""
+    if dtype == torch.int8:
+        return bool(torch.cpu._is_vnni_supported())
     if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        # oneDNN alone says so of any AVX-512, and widens number by number there.
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_avx512_bf16_supported())
     return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
+@cache
+def compiled(dtype: torch.dtype) -> bool:
+    """Whether products with weights of a dtype are the compiled kernel's."""
+    if dtype not in _FORMATS and dtype != torch.int8:
+        return False
+    return (dtype == torch.float32 or not has(dtype)) and kernel.engine() is not None
+
+
+# --- forms -------------------------------------------------------------------
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """The form of a weight [F, D], or of experts' [Y, F, D], that `linear` and `grouped` take: see the top."""
+    features, depth = weight.shape[-2:]
+    if not weight.numel():
+        return weight
+    if compiled(weight.dtype):
+        pairs = 2 if weight.dtype == torch.int8 else 1
+        return _panels(weight, pairs) if features % PANEL == 0 and depth % pairs == 0 else weight
+    if weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float16) and has(weight.dtype):
+        return one_dnn(weight)
+    return weight
+
+
+def one_dnn(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [F, D] in blocks of oneDNN's choice: opaque, only its products may read it."""
+    made: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return made
+
+
+def _panels(weight: torch.Tensor, pairs: int) -> torch.Tensor:
+    """Experts' panels one behind the other are the panels of all their features."""
+    weight = weight.contiguous()
+    *experts, features, depth = weight.shape
+    made = weight.new_empty(*experts, features // PANEL, depth // pairs, PANEL, *[pairs] * (pairs > 1))
+    pack, _ = _functions()
+    unit = weight.element_size() * pairs
+    rows = weight.numel() // depth
+    pack(unit, weight.data_ptr(), made.data_ptr(), rows, depth // pairs, torch.get_num_threads())
+    return made
+
+
+# --- products ----------------------------------------------------------------
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x` [T, D] times `weight` [F, D] transposed -> [T, F], in the dtype of `x`."""
+    """`x` [T, D] times a weight [F, D] transposed, as `packed` has it -> [T, F], in the dtype of `x`."""
+    if weight.layout is not torch.strided:
+        made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return made
+    if weight.dim() == 2:
+        return _linear(x, weight)
+    out = x.new_empty(len(x), len(weight) * PANEL)
+    _by_panels(x, weight[None], None, out, None)
+    return out
+
+
+def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`rows` [Z, D] times the weight of their expert, [Y, F, D] as `packed` has it -> [Z, F].
+
+    The first counts[0] rows are of the first expert, and so on; rows behind the last count are left as they come.
+    """
+    if weight.dim() == 4:
+        out = rows.new_empty(len(rows), weight.shape[1] * PANEL)
+        _by_panels(rows, weight, None, out, counts)
+        return out
+    out, first = rows.new_empty(len(rows), weight.shape[1]), 0
+    for y, count in enumerate(counts.tolist()):
+        if count:
+            out[first : first + count] = _linear(rows[first : first + count], weight[y])
+        first += count
+    return out
+
+
+def quantized(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+    """`linear`, or with counts `grouped`, with int8 panels and `scale` [F] or [Y, F]: see `ops.QuantLinear`."""
+    weight, scale = (weight, scale) if counts is not None else (weight[None], scale[None])
+    out = x.new_empty(len(x), weight.shape[1] * PANEL)
+    _by_panels(x, weight, scale.contiguous(), out, counts)
+    return out
+
+
+def in_panels(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether an int8 weight is kept in panels, and `quantized` takes it beside such activations."""
+    return x.dtype in _FORMATS and weight.dim() >= 4
+
+
+def unpacked(weight: torch.Tensor) -> torch.Tensor:
+    """An int8 weight [.., F, D] as it was, which beside float64 activations it must be."""
+    return weight.transpose(-3, -2).flatten(-2).flatten(-3, -2) if weight.dim() >= 4 else weight
+
+
+def of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F]."""
+    tokens, heads, depth = x.shape
+    features = weight.shape[2]
+    if not (compiled(x.dtype) and features % PANEL == 0 and weight.stride(2) == 1):
+        return _of_heads(x, weight)
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    out = x.new_empty(tokens, heads, features)
+    if out.numel():
+        strides = weight.stride(0), PANEL, weight.stride(1)
+        _call(
+            x, (x.stride(1), x.stride(0)), weight, strides, None, out, (features, heads * features), None, heads, depth
+        )
+    return out
+
+
+def _by_panels(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor, counts: torch.Tensor | None
+) -> None:
+    """Products with panels [Y, F / 16, ..], all of whose rows lie one behind the other."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    step = PANEL if scale is None else 2 * PANEL
+    if out.numel():
+        strides = weight.stride(0), weight.stride(1), step
+        _call(x, (0, x.stride(0)), weight, strides, scale, out, (0, out.stride(0)), counts, len(weight), x.shape[1])
+
+
+def _call(
+    x: torch.Tensor,
+    x_strides: tuple[int, int],
+    weight: torch.Tensor,
+    weight_strides: tuple[int, int, int],
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+    out_strides: tuple[int, int],
+    counts: torch.Tensor | None,
+    groups: int,
+    depth: int,
+) -> None:
+    """The kernel: strides of a group first, then of a row, or of a panel and a step."""
+    _, product = _functions()
+    product(
+        _FORMATS[x.dtype],
+        x.data_ptr(),
+        *x_strides,
+        weight.data_ptr(),
+        *weight_strides,
+        None if scale is None else scale.data_ptr(),
+        out.data_ptr(),
+        *out_strides,
+        None if counts is None else counts.data_ptr(),
+        groups,
+        len(x),
+        out.shape[-1],
+        depth,
+        torch.get_num_threads(),
+    )
+
+
+@cache
+def _functions() -> tuple[Any, Any]:
+    """The kernel's functions that pack and that multiply, for the registers that there are."""
+    lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+    found = kernel.library()
+    pack, product = (getattr(found, f"mla_fx_{name}_{lanes}") for name in ("pack", "linear"))
+    pack.argtypes = [_INT, _AT, _AT, *[_LONG] * 3]
+    product.argtypes = [_INT, _AT, _LONG, _LONG, _AT, *[_LONG] * 3, _AT, _AT, _LONG, _LONG, _AT, *[_LONG] * 5]
+    pack.restype = product.restype = None
+    return pack, product
+
+
+# --- without a kernel --------------------------------------------------------
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x` [T, D] times `weight` [F, D] transposed.
+
+    Without 16-bit products the library multiplies such numbers one by one: from a few rows on it is faster to widen a
+    piece of the weight that stays in the cache, multiply in float32 and round once.
+    """
     if has(x.dtype) or len(x) < ROWS:
         return functional.linear(x, weight)
     out, wide = x.new_empty(len(x), len(weight)), x.float()
@@ -37,13 +229,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x` [N, T, D] times `weight` [N, D, F] -> [N, T, F], in the dtype of `x`."""
+def _of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same for each head; see `of_heads`."""
+    x = x.transpose(0, 1)
     if has(x.dtype):
-        return torch.bmm(x, weight)
-    out = x.new_empty(*x.shape[:2], weight.shape[2])
+        return torch.bmm(x, weight).transpose(0, 1).contiguous()
+    out = x.new_empty(x.shape[1], len(x), weight.shape[2])
     heads = max(1, PIECE // max(1, weight[0].numel()))
     for at in range(0, len(weight), heads):
         some = slice(at, at + heads)
-        out[some] = torch.bmm(x[some].float(), weight[some].float())
+        out[:, some] = torch.bmm(x[some].float(), weight[some].float()).transpose(0, 1)
     return out

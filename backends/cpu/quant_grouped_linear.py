@@ -1,8 +1,9 @@
-"""CPU rule of `ops.QuantGroupedLinear`: an integer matrix product for every expert that has rows."""
+"""CPU rule of `ops.QuantGroupedLinear`: all experts that have rows, in one call where the kernel does it."""
 
 import torch
 
-from mla_fx.backends.cpu import quant_linear
+from mla_fx.backends.cpu.products import in_panels, quantized, unpacked
+from mla_fx.backends.cpu.quant_linear import plain
 from mla_fx.backends.device import Run
 
 
@@ -10,10 +11,13 @@ def rule(
     rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor, *, run: Run
 ) -> tuple[torch.Tensor]:
     """`quant_linear` of every expert's rows; those behind the last count are left as they come."""
+    if in_panels(rows, weight):
+        return (quantized(rows, weight, scale, counts),)
+    weight = unpacked(weight)
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     first = 0
     for y, count in enumerate(counts.tolist()):
         if count:
-            (out[first : first + count],) = quant_linear.rule(rows[first : first + count], weight[y], scale[y], run=run)
+            out[first : first + count] = plain(rows[first : first + count], weight[y], scale[y])
         first += count
     return (out,)

@@ -2,14 +2,22 @@
 
 import torch
 
+from mla_fx.backends.cpu.products import in_panels, quantized, unpacked
 from mla_fx.backends.device import Run
 
 
 def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
-    """Steps and scaling in float32 (float64 beside float64), sums in int32, rounded once to the dtype of `x`."""
+    """Weights as `products.packed` has them; scaling in the scale's dtype, rounded once to that of `x`."""
+    if in_panels(x, weight):
+        return (quantized(x, weight, scale, None),)
+    return (plain(x, unpacked(weight), scale),)
+
+
+def plain(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Steps and scaling in float32 (float64 beside float64), sums in int32, with a weight [F, D] as it is."""
     wide = x.to(scale.dtype)
     step = wide.abs().amax(1, keepdim=True).div_(127) if x.shape[1] else scale.new_zeros(x.shape[0], 1)
     # A row of zeros has no step: 0 / 0 is NaN, which is taken as 0; a NaN or infinity in x comes back through the step.
     q = (wide / step).round_().nan_to_num_(0, 0, 0).to(torch.int8)
     total = torch._int_mm(q, weight.t()).to(scale.dtype)
-    return (total.mul_(step).mul_(scale).to(x.dtype),)
+    return total.mul_(step).mul_(scale).to(x.dtype)

@@ -10,6 +10,7 @@ from mla_fx.backends.ascend.fused.add_rms_norm import AddRmsNorm
 from mla_fx.backends.ascend.fused.norm_rope_write import NormRopeWrite
 from mla_fx.backends.ascend.fused.quant_experts import QuantExperts
 from mla_fx.backends.ascend.fused.quant_mlp import QuantMlp
+from mla_fx.backends.ascend.fused.rope_pair import RopePair
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Group, Op, ops
 from mla_fx.effects.aval import operand, wide_dtype
@@ -288,6 +289,13 @@ def _norm_rope_write(s: Step) -> list[Case]:
     return [Case(NormRopeWrite(1e-6), (s.real(s.tokens, LATENT + ROPE), s.real(LATENT), *angles, latent, rope, slots))]
 
 
+def _rope_pair(s: Step) -> list[Case]:
+    if s.dtype == "fp64":  # whose angles are wider than the operator's
+        return []
+    rows = (s.real(s.tokens, s.heads * (NOPE + ROPE)), s.real(s.tokens, LATENT + ROPE))
+    return [Case(RopePair(s.heads), (*rows, *(s.wide(s.tokens, ROPE),) * 2))]
+
+
 def _single(make: Callable[[Step], Case]) -> Callable[[Step], list[Case]]:
     return lambda step: [make(step)]
 
@@ -339,6 +347,7 @@ SIZES: Final[dict[type[Op], Callable[[Step], list[Case]]]] = {
     QuantMlp: _quant_mlp,
     AddRmsNorm: _single(lambda s: Case(AddRmsNorm(1e-6), (*(s.real(s.tokens, HIDDEN),) * 2, s.real(HIDDEN)))),
     NormRopeWrite: _norm_rope_write,
+    RopePair: _rope_pair,
     ops.AllGather: _single(
         lambda s: Case(ops.AllGather(VOCABULARY, s.group), (s.real(s.tokens, -(-VOCABULARY // s.ranks)),))
     ),

@@ -9,6 +9,7 @@ import torch
 from attrs import define, evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from mla_fx import StepShape
 from mla_fx.effects import InputError
@@ -181,6 +182,31 @@ def test_drafts_of_the_prediction_module_at_a_temperature():
 
 
 # --- logprobs ---------------------------------------------------------------
+
+
+class Fetched(TorchFunctionMode):
+    """Counts what is brought to the host in here."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.Tensor.cpu
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("top_logprobs", [None, 2])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3), Sampling(presence_penalty=2.0)])
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_row_comes_to_the_host_once(drafts, sampling, top_logprobs):
+    """For whatever a request wants of it, and not at all where it wants its likeliest token alone."""
+    runner = paged()
+    engine = Engine(runner=runner, drafter=Guesses(runner, drafts) if drafts else None)
+    request = engine.add([1, 2, 3], max_new_tokens=7, sampling=sampling, top_logprobs=top_logprobs)
+    with Fetched() as fetched:
+        for _ in run(engine):
+            pass
+    assert len(request.new_tokens) == 7
+    assert fetched.count == (0 if sampling == Sampling() and top_logprobs is None else 7)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

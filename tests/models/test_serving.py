@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM
 
 from mla_fx.layout import Layout
 from mla_fx.models import Sampling
@@ -16,7 +18,7 @@ from tests.models import serving
 from tests.models.served import oracle, random_prompts, small
 from tests.models.serving import Served, together
 from tests.models.test_attention_agreement import YARN
-from tests.models.test_model_agreement import WIDE, written
+from tests.models.test_model_agreement import WIDE, agree, written
 from tests.processes import Nursery, nursery
 
 #: Models that transformers writes: generation, and what differs from the smallest.
@@ -84,6 +86,21 @@ def test_texts_are_those_of_one_process(processes, name, tp, dcp, dp):
     found = same(processes, served)
     if name == "random":
         assert found == [oracle(served.directory).greedy(prompt, served.count) for prompt in served.prompts]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "dcp"),
+    [("V3-like", 2, 2), *(pytest.param(name, 4, 2, marks=pytest.mark.soak) for name in WRITTEN)],
+)
+def test_every_process_agrees_with_transformers(processes, name, tp, dcp):
+    """A prompt in chunks and 16 tokens behind it: text and logits are those of transformers' model, on each rank."""
+    served = evolve(case(name, tp, dcp, 1, count=16), prompts=random_prompts(1, longest=30, vocabulary=101, seed=3))
+    (prompt,), model = served.prompts, AutoModelForCausalLM.from_pretrained(served.directory)
+    assert len(prompt) > served.chunk
+    for (text,), logits in processes.run(serving.texts, ranks=tp, kind="gloo", served=served):
+        found = torch.cat(logits)
+        agree(model, [*prompt, *text[:-1]], found[-16:], first=len(prompt) - 1)
+        assert found[-16:].argmax(1).tolist() == text
 
 
 EVERYTHING: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {

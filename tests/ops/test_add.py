@@ -3,7 +3,7 @@
 import pytest
 
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Group, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import bits, on_cpu, strided
 
 

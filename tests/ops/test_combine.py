@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 from tests.oracles import attend
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops import test_dispatch_tokens as dispatched
 from tests.ops.conftest import exact, on_cpu, strided
 from tests.ops.test_dispatch_tokens import CASES, sent_to

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mla_fx.backends.common import current_attention
 from mla_fx.backends.device import Device, Run
 from mla_fx.effects import Aval, InputError, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 from tests.oracles import attend
 

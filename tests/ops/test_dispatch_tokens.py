@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, InputError, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import strided
 from tests.ops.test_permute_tokens import draw
 

@@ -13,7 +13,7 @@ from mla_fx.backends import Run, reference
 from mla_fx.backends.common import expanded_attention
 from mla_fx.effects import Aval, Group, InputError, ShapeError, ops
 from mla_fx.effects.passes import definition
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import aval, exact, fields, on_cpu, strided
 
 SCALE = 0.3

@@ -8,7 +8,7 @@ import torch
 
 from mla_fx.backends.cpu import history_attention
 from mla_fx.effects import Aval, InputError, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 from tests.oracles import attend
 

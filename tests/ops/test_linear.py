@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, Group, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import strided
 
 

@@ -22,7 +22,7 @@ from mla_fx.effects import (
     violations,
 )
 from mla_fx.projections import linear, prefetch
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import Rules
 
 

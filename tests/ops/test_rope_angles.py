@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, InputError, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 
 SENSE = {"frequencies": (1.0, 0.5), "magnitude": 1.25, "rounded": True}
 NONSENSE = {

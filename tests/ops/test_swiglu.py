@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import exact, on_cpu, strided
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_fx.effects import Aval, InputError, ShapeError, ops
-from tests.each import each
+from tests.cases import each
 from tests.ops.conftest import exact, strided
 
 CASES = [(3, [2]), (5, [4, 0, 2]), (3, [1, 1, 1, 1]), (4, [0, 1, 2, 3]), (1, [0]), (3, []), (0, [])]

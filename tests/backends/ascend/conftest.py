@@ -71,18 +71,6 @@ def play(machine: Machine, monkeypatch: pytest.MonkeyPatch, cann: str) -> None:
     monkeypatch.setattr(calls_release, "cann", lambda: calls_release.number(release.version))
 
 
-def mostly_soak(cases: Iterable[Any], always: Iterable[Any]) -> list[Any]:
-    """All cases as parameters: those of `always` in every run, the rest in long ones."""
-    kept = list(always)
-    cases = [*cases]
-    assert all(case in cases for case in kept)
-    return [case if case in kept else _long(case) for case in cases]
-
-
-def _long(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
-
-
 def to_device(operand: Any) -> Any:
     return operand.npu() if isinstance(operand, torch.Tensor) else operand
 

@@ -8,8 +8,8 @@ import torch
 from mla_fx import backends, orchestrations
 from mla_fx.backends import RunError, device
 from mla_fx.effects import InputError, LawError, Wait, ops, schedule
-from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
+from tests.cases import mostly_soak
 from tests.setups import ANYWHERE, Setup
 
 pytestmark = pytest.mark.usefixtures("emulator")

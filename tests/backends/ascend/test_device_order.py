@@ -8,8 +8,8 @@ import pytest
 from mla_fx import orchestrations
 from mla_fx.backends.ascend.emulator import Traced
 from mla_fx.effects import Record, Stage, Wait, schedule
-from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.ascend.steps import ascend, events, setup, streams
+from tests.cases import mostly_soak
 
 FIA, UPDATE, STACK = "aclnnFusedInferAttentionScoreV4", "aclnnAttentionUpdate", "aclnnStack"
 V_UP = ("aclnnTransposeBatchMatMul", "aclnnBatchMatMul")  # the second on 8.5, for sizes this small

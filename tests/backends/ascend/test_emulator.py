@@ -1,6 +1,7 @@
 """The emulated device below the real wheel: lateness, order, memory, faults, traces."""
 
 import ctypes
+import time
 
 import pytest
 import torch
@@ -250,3 +251,10 @@ def test_a_kernel_that_fails_is_a_fault(emulator):
     emulator.launch("broken", kernel, [], [torch.empty(3, device="npu")])
     with pytest.raises(RuntimeError, match="out of range"):
         emulator.synchronize()
+
+
+def test_a_process_that_does_nothing_takes_no_time(emulator):
+    """One of the wheel's threads asks every few microseconds whether there is work: it is made to ask less often."""
+    began = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - began < 0.02

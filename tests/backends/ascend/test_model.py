@@ -12,8 +12,8 @@ from mla_fx.effects import schedule
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner, Sampling, sampling
 from mla_fx.models.addition import DIRECTORY, problems
 from mla_fx.models.tokenizer import Tokenizer
-from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.ascend.steps import Trial, ascend, equal, leaves, setup
+from tests.cases import mostly_soak
 from tests.models.small_weights import TINY, logits, write_modelslim
 
 CHECKPOINT, TOKENIZER = Checkpoint.open(DIRECTORY), Tokenizer(DIRECTORY)

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tests.backends.ascend import lost as do
-from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.lost import CULPRIT
+from tests.cases import mostly_soak
 
 TIMEOUT = 5.0
 #: More than the time-out, for processes that share two cores, and for HCCL, which counts in seconds.

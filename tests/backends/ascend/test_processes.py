@@ -14,8 +14,9 @@ from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends import cpu
 from mla_fx.effects import Group, Op, ops, schedule
 from tests.backends.ascend import ranks as do
-from tests.backends.ascend.conftest import mostly_soak, random
+from tests.backends.ascend.conftest import random
 from tests.backends.ascend.steps import setup
+from tests.cases import mostly_soak
 from tests.ops.conftest import Rules
 
 ATOL = {"bf16": 0.06, "fp16": 0.008, "fp32": 2e-5}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mla_fx import backends, orchestrations
 from mla_fx.backends.ascend.emulator import Machine
 from mla_fx.effects import schedule
-from tests.backends.ascend.conftest import mostly_soak
+from tests.cases import mostly_soak
 from tests.models.test_model_agreement import CASES, PROMPT, agree, ours, transformers_model
 from tests.oracles import dense_causal
 from tests.sequences import Case, fill

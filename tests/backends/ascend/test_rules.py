@@ -8,7 +8,8 @@ import torch
 
 from mla_fx.backends import Run, cpu, reference
 from mla_fx.effects import Group, ops
-from tests.backends.ascend.conftest import close, mostly_soak, on_device, over_ranks, random, with_gaps
+from tests.backends.ascend.conftest import close, on_device, over_ranks, random, with_gaps
+from tests.cases import mostly_soak
 from tests.ops.conftest import Rules, fields
 
 pytestmark = pytest.mark.usefixtures("emulator")

@@ -9,8 +9,8 @@ from attrs import evolve
 
 from mla_fx.layout import Layout
 from mla_fx.models import Sampling, write_checkpoint
-from tests.backends.ascend.conftest import mostly_soak
 from tests.backends.ascend.serving import alone, texts
+from tests.cases import mostly_soak
 from tests.models.served import SMALL, random_prompts
 from tests.models.serving import Served
 from tests.processes import Nursery

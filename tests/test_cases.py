@@ -1,9 +1,11 @@
-"""`each`: every case runs, one that fails is named, and none depends on those before it."""
+"""Every case of `each` runs, and one that fails is named; a few have all pairs; the rest is for long runs."""
+
+import itertools
 
 import numpy as np
 import pytest
 
-from tests.each import each
+from tests.cases import each, mostly_soak, pairwise
 
 
 def test_every_case_runs_with_every_other():
@@ -55,3 +57,20 @@ def test_a_skip_would_hide_what_follows():
 def test_fixtures_are_those_of_the_test(tmp_path, value):
     """As pytest sees a test, its cases are no fixtures."""
     assert tmp_path.is_dir() and value > 1
+
+
+def test_every_two_values_meet():
+    """In nine cases at least, of three axes of three; of two axes, in all of them."""
+    axes = {name: range(3) for name in "abc"}
+    names, chosen = pairwise(**axes)
+    assert names == ("a", "b", "c") and 9 <= len(chosen) <= 12
+    for one, two in itertools.combinations(range(3), 2):
+        assert {(case[one], case[two]) for case in chosen} == set(itertools.product(range(3), repeat=2))
+    assert sorted(pairwise(a=[1, 1.5], b=[None])[1]) == [(1, None), (1.5, None)]
+
+
+def test_the_rest_is_for_long_runs():
+    found = mostly_soak([(1, 2), (3, 4)], [(3, 4)])
+    assert found[1] == (3, 4) and found[0].values == (1, 2) and [mark.name for mark in found[0].marks] == ["soak"]
+    with pytest.raises(AssertionError):
+        mostly_soak([1, 2], [3])

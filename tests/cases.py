@@ -1,8 +1,13 @@
-"""Many small cases in one test: a test of its own costs more than what most of them show."""
+"""Which cases a test has, and which of them are for long runs only.
+
+Small cases share a test, which costs more than what most of them show.  Of a
+product of parameters a plain run takes those among which every two values meet.
+"""
 
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,3 +48,34 @@ def _fresh(value: Any) -> Any:
 
 def _named(value: Any) -> str:
     return str(getattr(value, "__name__", None) or repr(value))
+
+
+def pairwise(**axes: Sequence[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """Names and a few cases, among which every two values of two axes meet, as `each` and `parametrize` take them.
+
+    The next case is one that has the most new pairs, so the first of them have the most.
+    """
+    everything = [*itertools.product(*map(range, map(len, axes.values())))]
+    left = {pair for choice in everything for pair in _pairs(choice)}
+    chosen = []
+    while left:
+        best = max(everything, key=lambda choice: len(left & _pairs(choice)))
+        chosen.append(tuple(values[k] for values, k in zip(axes.values(), best, strict=True)))
+        left -= _pairs(best)
+    return tuple(axes), chosen
+
+
+def _pairs(choice: Sequence[int]) -> set[Any]:
+    return set(itertools.combinations(enumerate(choice), 2))
+
+
+def mostly_soak(cases: Iterable[Any], always: Iterable[Any]) -> list[Any]:
+    """All cases as parameters: those of `always` in every run, the rest in long ones."""
+    kept = list(always)
+    cases = [*cases]
+    assert all(case in cases for case in kept)
+    return [case if case in kept else _long(case) for case in cases]
+
+
+def _long(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
