@@ -5,7 +5,9 @@ that is captured has none for what is staged: that is sent before the graph.
 
 All ranks that this process runs share the device's streams: a launch is a row
 for each rank, one after the other on the stream it names; a collective is one
-row for all; records, waits and the staging are issued once.
+row for all; records, waits and the staging are issued once.  On the host ranks
+share work: what is the same on several is a row for the first of them
+(`mla_fx.backends.shared`).
 """
 
 from collections import defaultdict
@@ -21,6 +23,7 @@ from attrs import define, field
 from mla_fx.backends.device import Run
 from mla_fx.backends.prepared import Prepared
 from mla_fx.backends.rows import Body, Row, takes_over
+from mla_fx.backends.shared import Sharers, Sharing, apart, of_launch, sharers, shares_work
 from mla_fx.backends.staging import Staging
 from mla_fx.backends.table import Collective, Form, Rule, formed, takes_any
 from mla_fx.effects import MAIN, Aval, Drop, Input, Keep, Launch, Op, Program, Record, Stage, Wait
@@ -90,15 +93,17 @@ def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int)
 
 
 def collective_of(
-    backend: "Backend", op: Op, ranks: Sequence[int] | None = None, *, spent: bool = False
+    backend: "Backend", op: Op, ranks: Sequence[int] | None = None, *, spent: bool = False, shared: bool = False
 ) -> Callable[..., list[Any]]:
     """An op that communicates as a function of every rank's operands, to every rank's results, both flat.
 
     `ranks` are those of whole groups, all that run here where it is None.  `spent`: nobody else ever sees the operands
-    (`Program.spent`).
+    (`Program.spent`).  `shared`: ranks of a process share work, so what is `alike` on a group is given once for it.
     """
     rule, how, group, count = backend.table.rules[type(op)], op.communicates, op.group_of(), len(op.operands)
     assert isinstance(rule, Collective) and how is not None and group is not None
+    if shared and rule.together is not None:
+        return _met(bound(rule.together, **parameters(op)), count, group.size, once=op.alike)
     move, given = partial(backend.world.move, group=group.name, spent=spent), parameters(op)
     halves = [
         (bound(rule.send, run=run, **given), bound(rule.receive, run=run, **given))
@@ -108,12 +113,29 @@ def collective_of(
         ((send, receive),) = halves
         return lambda *mine: receive(*move(how, (send(*mine),)), *mine)
 
+    receiving = group.size if shared and op.alike else 1  # every how many ranks one receives
+
     def together(*flat: Any) -> list[Any]:
         operands = [flat[at : at + count] for at in range(0, len(flat), count)]
         sent = [send(*mine) for (send, _), mine in zip(halves, operands, strict=True)]
         results: list[Any] = []
-        for moved, mine, (_, receive) in zip(move(how, sent), operands, halves, strict=True):
+        all_of_them = list(zip(move(how, sent), operands, halves, strict=True))
+        for moved, mine, (_, receive) in all_of_them[::receiving]:
             results += receive(moved, *mine)
+        return results
+
+    return together
+
+
+def _met(rule: Rule, count: int, size: int, *, once: bool) -> Callable[..., list[Any]]:
+    """`Collective.together` for group after group of so many ranks; `once`: it gives one rank's results for all."""
+
+    def together(*flat: Any) -> list[Any]:
+        operands = [flat[at : at + count] for at in range(0, len(flat), count)]
+        results: list[Any] = []
+        for first in range(0, len(operands), size):
+            given = rule(operands[first : first + size])
+            results += given if once else [result for of_rank in given for result in of_rank]
         return results
 
     return together
@@ -126,12 +148,15 @@ def parameters(op: Op) -> dict[str, Any]:
 
 @define(eq=False)
 class Writer:
-    """Writes the rows of a program, effect by effect."""
+    """Writes the rows of a program, effect by effect; of one that is `captured`, its inputs come as they are in the
+    graph, on the device.
+    """
 
     program: Program
     backend: "Backend"
     prepared: Prepared | None
     captured: bool = False
+    shared: Mapping[str, Sharers] = field(factory=dict)  # of every value, where ranks share work
     rows: list[Row] = field(factory=list)
     of: list[tuple[Launch | None, int | None]] = field(factory=list)
     place: dict[tuple[str, int], int] = field(factory=dict)  # value and rank -> where it is in the list
@@ -152,9 +177,11 @@ class Writer:
     lies: Mapping[str, list[str]] = field(init=False)  # that value -> all in its memory
     parameters: Mapping[str, Input] = field(init=False)
     spent: frozenset[str] = field(init=False)
+    own: Sharers = field(init=False)  # every rank for itself
 
     def __attrs_post_init__(self) -> None:
         self.avals, self.root, self.spent = self.program.avals(), self.program.memory(), self.program.spent()
+        self.own = apart(self.backend)
         self.lies = defaultdict(list)
         for name, memory in self.root.items():
             self.lies[memory].append(name)
@@ -173,13 +200,26 @@ class Writer:
         given = dict(self.place)  # an output that is an input is that input, staged or not
         for effect in self.program.effects:
             self.effect(effect)
-        found = {**self.place, **given}
+        found = {**self.place, **given, **self.outputs()}
         taken = tuple(found[name, rank] for name in self.program.outputs for rank in ranks)
         others = tuple(device.stream(name) for name in self.program.streams[1:]) if device.has_streams else ()
         if device.has_streams:
             device.module.synchronize()  # what parameters became in their forms may be read on any stream from here on
         rows, of, tail = tuple(self.rows), tuple(self.of), tuple(self.tail)
         return Body(rows, of, tail, taken, _take(taken), self.backend, others, self.avals, self.spent)
+
+    def outputs(self) -> dict[tuple[str, int], int]:
+        """Where copies lie of outputs that ranks share: who is given one may write it."""
+        places: dict[tuple[str, int], int] = {}
+        ours = {put.name for put in self.program.inputs}
+        for name in dict.fromkeys(self.program.outputs) if self.shared else ():
+            others = [rank for rank, first in zip(self.backend.here, self.shared[name], strict=True) if rank != first]
+            if self.root[name] not in ours:
+                for rank in others:
+                    (place,) = self.results(1)
+                    self.row(lambda x: (x.clone(),), [self.place[name, rank]], [place])
+                    places[name, rank] = place
+        return places
 
     def room(self, *leaves: Any) -> int:
         """Place behind all others, for values that are there or to come."""
@@ -249,10 +289,13 @@ class Writer:
                 assert_never(effect)
 
     def local(self, launch: Launch) -> None:
-        """A row for each rank."""
-        count = len(launch.results)
+        """A row for each rank, or for the first of those that share its results."""
+        count, of = len(launch.results), of_launch(launch, self.shared, self.own) if self.shared else self.own
         avals = [self.avals[name] for name in launch.operands]
-        for rank in self.backend.here:
+        for rank, first in zip(self.backend.here, of, strict=True):
+            if rank != self.backend.here[first]:
+                self.place.update({(name, rank): self.place[name, self.backend.here[first]] for name in launch.results})
+                continue
             take, forms = [], {}
             for position, name in enumerate(launch.operands):
                 place, form = self.operand(launch, position, name, rank)
@@ -305,13 +348,17 @@ class Writer:
         """One row for all ranks here."""
         ranks, count = self.backend.here, len(launch.results)
         take = [self.operand(launch, k, name, rank)[0] for rank in ranks for k, name in enumerate(launch.operands)]
-        places = self.results(count * len(ranks))
+        group = launch.op.group_of()
+        assert group is not None
+        each = group.size if self.shared and launch.op.alike else 1  # so many ranks share results
+        places = self.results(count * len(ranks) // each)
         key = (launch.op, takes_over(launch, self.spent))
         if key not in self.rules:
-            self.rules[key] = collective_of(self.backend, launch.op, spent=key[1])
+            self.rules[key] = collective_of(self.backend, launch.op, spent=key[1], shared=bool(self.shared))
         self.row(self.rules[key], take, places, launch, None if len(ranks) > 1 else ranks[0])
-        results = ((name, rank) for rank in ranks for name in launch.results)
-        self.place.update(dict(zip(results, places, strict=True)))
+        for number, rank in enumerate(ranks):
+            mine = number // each * count
+            self.place.update({(name, rank): places[mine + k] for k, name in enumerate(launch.results)})
 
     # --- on a device with streams ------------------------------------------------
 
@@ -352,9 +399,12 @@ def _take(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     return taken
 
 
-def body_of(program: Program, backend: "Backend", prepared: Prepared | None, *, captured: bool = False) -> Body:
-    """The rows of a program; raises `InputError` where the device has no stream left for it.
+def body_of(program: Program, backend: "Backend", prepared: Prepared | None) -> Body | Sharing:
+    """What runs a program; raises `InputError` where the device has no stream left for it."""
+    if not shares_work(backend):
+        return Writer(program, backend, prepared).write()
 
-    `captured`: its inputs come as they are in the graph, on the device.
-    """
-    return Writer(program, backend, prepared, captured).write()
+    def write(unlike: frozenset[str]) -> Body:
+        return Writer(program, backend, prepared, shared=sharers(program, backend, prepared, unlike)).write()
+
+    return Sharing.of(program, backend, sharers(program, backend, prepared), write)

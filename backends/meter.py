@@ -235,7 +235,7 @@ class Metered(Backend):
         meter = Meter()
         fields = {one.name: getattr(backend, one.name) for one in attrs.fields(Backend)}
         rules = {op: meter.rule(rule) for op, rule in backend.table.rules.items()}
-        counted = {"table": evolve(backend.table, rules=rules), "world": Counting(backend.world, meter)}
+        counted = {"table": evolve(backend.table, rules=rules), "world": Counting(backend.world, meter), "apart": True}
         return cls(**{**fields, **counted}, meter=meter)
 
     def compile(

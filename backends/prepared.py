@@ -8,6 +8,7 @@ from attrs import field, frozen
 
 from mla_fx.backends.inputs import Leaves, refuse
 from mla_fx.backends.table import Form
+from mla_fx.backends.world import bits_of
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Input, InputError
 from mla_fx.effects.aval import FLOATS
@@ -72,6 +73,15 @@ def _formed(leaves: Sequence[torch.Tensor], form: Form) -> tuple[torch.Tensor, .
     return tuple(made[id(leaf)] for leaf in leaves)
 
 
+def _shared(leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Every rank's leaf, or the first that is equal to it; a comparison ends at the first difference."""
+    found: list[torch.Tensor] = []
+    for leaf in leaves:
+        same = (one for one in found if one is leaf or torch.equal(bits_of(one), bits_of(leaf)))
+        found.append(next(same, leaf))
+    return tuple(found)
+
+
 def prepare(
     inputs: Iterable[Input],
     arguments: Sequence[Any],
@@ -83,8 +93,9 @@ def prepare(
 ) -> Prepared:
     """Check and place the leaves of parameters; `dtype` replaces the floating ones.  Raises `InputError`.
 
-    A tensor that is several leaves, or that ranks share, is placed once.  Those that `forms` names are kept in that
-    form alone, one after the other, so that no more than one is there twice.
+    A tensor that is several leaves, or that ranks share, is placed once; on the host ranks share one that is equal on
+    them, bit for bit.  Those that `forms` names are kept in that form alone, one after the other, so that no more than
+    one is there twice.
     """
     forms = forms or {}
     wanted = tuple(put for put in inputs if put.role == "parameter")
@@ -102,6 +113,7 @@ def prepare(
             if (id(leaf), kind) not in placed:
                 placed[id(leaf), kind] = leaf.detach().to(device, kind)
         own = tuple(placed[id(leaf), kind] for leaf in leaves)
+        own = _shared(own) if device == "cpu" else own
         kept[put.name] = _formed(own, forms[put.name]) if put.name in forms else own
         aval = put.aval.with_float(dtype) if dtype else put.aval
         named[put.name] = Input(put.name, aval, put.place, put.role, put.path)

@@ -127,6 +127,9 @@ class Body:
         if rank is not None:
             return check(launch, operands, results, avals)
         count, give = len(launch.operands), len(avals)
-        for k in range(len(operands) // count):
-            check(launch, operands[k * count : (k + 1) * count], results[k * give : (k + 1) * give], avals)
+        ranks = len(operands) // count
+        each = ranks * give // len(results)  # so many ranks share results
+        for k in range(ranks):
+            at = k // each * give
+            check(launch, operands[k * count : (k + 1) * count], results[at : at + give], avals)
         return None

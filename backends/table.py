@@ -9,13 +9,20 @@ runs (`mla_fx.backends.device.Run`); parameters are the fields of the op, by
 keyword.  Results are a tuple of new tensors, contiguous, each in memory of its
 own; a result that is an operand's next version is that operand, written in
 place, and one that the op declares a view of an operand lies in it.  A rule
-creates no stream and no event, and waits for nothing.
+creates no stream and no event, and waits for nothing.  It is a function: of an
+op without a group its results depend on operands and parameters alone, so
+ranks with the same operands may have one call of it in common.
 
 A collective is two of them with the transport between, which is the world's
 (`mla_fx.backends.world`):
 
     sent    = send(*operands, run=run, **parameters)              one tensor, contiguous
     results = receive(moved, *operands, run=run, **parameters)    moved: what the transport brings
+    results = together(operands, **parameters)                    all of it, for a group whose ranks are all here
+
+The last one may be missing.  It is given the operands of every rank of a group
+on the host, gives what the others would, bit for bit, of every rank, or once
+where the op is `alike` on all ranks, and serves ranks that share work.
 
 Its results may lie in what was moved, beside each other: what is of one rank,
 an entry of their first axis, is contiguous, and between ranks there may be gaps.
@@ -70,10 +77,11 @@ def formed(rule: Rule, forms: Mapping[int, Form]) -> Rule:
 
 @frozen
 class Collective:
-    """The rule of an op that communicates, in two halves."""
+    """The rule of an op that communicates, in two halves; see the top of this file."""
 
     send: Rule
     receive: Rule
+    together: Rule | None = None
 
 
 class MissingRuleError(LookupError):

@@ -29,7 +29,7 @@ from mla_fx.layout import Layout, layout_of
 _SHORT: Final = 1016
 #: Who adds over the ranks of a group of processes: see `Processes`.
 Sums = Literal["rank order", "transport"]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class World(Protocol):
@@ -99,14 +99,14 @@ class InProcess:
 def _together(how: Meeting, sent: Sequence[Any]) -> list[Any]:
     """What the ranks of one group are brought."""
     if how == "all_to_all_v":
-        rows = [torch.split(_bits(one), counts) for one, counts in sent]
+        rows = [torch.split(bits_of(one), counts) for one, counts in sent]
         found = [torch.cat(of_rank).view(sent[0][0].dtype) for of_rank in zip(*rows, strict=True)]
         return list(zip(found, zip(*(counts for _, counts in sent), strict=True), strict=True))
     dtype = sent[0].dtype
     if how == "all_reduce":
         total = added(sent)
         return [total, *(total.clone() for _ in sent[1:])]
-    bits = [_bits(tensor) for tensor in sent]
+    bits = [bits_of(tensor) for tensor in sent]
     if how == "all_gather":
         return [torch.stack(bits).view(dtype) for _ in bits]
     if how == "all_to_all":
@@ -114,7 +114,8 @@ def _together(how: Meeting, sent: Sequence[Any]) -> list[Any]:
     assert_never(how)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers, in the same memory."""
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 

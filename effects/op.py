@@ -10,6 +10,7 @@ it says of itself are class attributes:
     uses          workspaces that the op needs for itself while it runs; a parameter may name one
     communicates  how it meets the other ranks of its `group`: "all_gather", "all_to_all", "all_to_all_v", "all_reduce",
                   or None
+    alike         whether every rank of its group gets the same results where it communicates, bit for bit
     waits         whether its rule waits for the device, to read there what decides what it does next
 
 Every op reads all its operands, and has at least one.
@@ -36,7 +37,8 @@ Meeting = Literal["all_gather", "all_to_all", "all_to_all_v", "all_reduce"]
 class Op:
     """Base of all descriptors.  Subclasses are `@frozen`; their fields are parameters, checked when an op is made.
 
-    An op with a field `group` is one rank's part of what the group does together.
+    An op with a field `group` is one rank's part of what the group does together; any other gives the same results on
+    all ranks where it is given the same operands.
     """
 
     operands: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -44,6 +46,7 @@ class Op:
     writes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     views: ClassVar[Mapping[str, str]] = MappingProxyType({})
     communicates: ClassVar[Meeting | None] = None
+    alike: ClassVar[bool] = False
     waits: ClassVar[bool] = False
 
     @property

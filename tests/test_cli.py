@@ -170,6 +170,10 @@ def test_show_the_cost(capsys):
         f"each rank sends {gathered + exchanged + reduced:,} bytes over the wire, and receives as many",
         sent,
     ]
+    of_values, planned = (
+        int(re.search(r"take (?:at most )?([\d,]+)", line)[1].replace(",", "")) for line in out.splitlines()[-2:]
+    )
+    assert 0 < of_values <= planned <= 1.25 * of_values
     _, out, _ = run(capsys, "show", "--cost", "--layers", "5")
     both = f"{gathered:,}, all_to_all {exchanged:,}, all_reduce {2 * reduced:,}; "
     assert f"  each of layers.0 to layers.4: gather_heads {both}" in out and "  outside of layers: all_reduce" in out

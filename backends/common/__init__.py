@@ -41,12 +41,12 @@ from mla_fx.effects import Op, ops
 #: The rules of collectives, the same on every backend.
 COLLECTIVES: Final[Mapping[type[Op], Collective]] = MappingProxyType(
     {
-        ops.AllGather: Collective(all_gather.send, all_gather.receive),
-        ops.AllReduce: Collective(all_reduce.send, all_reduce.receive),
-        ops.AllToAll: Collective(all_to_all.send, all_to_all.receive),
+        ops.AllGather: Collective(all_gather.send, all_gather.receive, all_gather.together),
+        ops.AllReduce: Collective(all_reduce.send, all_reduce.receive, all_reduce.together),
+        ops.AllToAll: Collective(all_to_all.send, all_to_all.receive, all_to_all.together),
         ops.CombineTokens: Collective(combine_tokens.send, combine_tokens.receive),
         ops.DispatchTokens: Collective(dispatch_tokens.send, dispatch_tokens.receive),
-        ops.GatherHeads: Collective(gather_heads.send, gather_heads.receive),
+        ops.GatherHeads: Collective(gather_heads.send, gather_heads.receive, gather_heads.together),
     }
 )
 #: Rules that are the formula in any dtype, float64 too: the reference has them as they are.

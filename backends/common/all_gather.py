@@ -1,5 +1,7 @@
 """Both halves of `ops.AllGather`."""
 
+from collections.abc import Sequence
+
 import torch
 
 from mla_fx.backends.device import Run
@@ -15,3 +17,8 @@ def receive(moved: torch.Tensor, x: torch.Tensor, *, run: Run, features: int, gr
     """Rank after rank comes [T, F]; then features go beside tokens, without the padding of the last ranks."""
     ranks, tokens, own = moved.shape
     return (moved.transpose(0, 1).reshape(tokens, ranks * own)[:, :features].contiguous(),)
+
+
+def together(operands: Sequence[Sequence[torch.Tensor]], *, features: int, group: Group) -> tuple[torch.Tensor]:
+    """All features, once for all ranks."""
+    return (torch.cat([x for (x,) in operands], 1)[:, :features].contiguous(),)

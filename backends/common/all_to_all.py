@@ -8,6 +8,8 @@ floating operator: they are written and read through integer views, and what
 goes from rank to rank is bits.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from mla_fx.backends.common.payload import pack, unpack
@@ -26,3 +28,13 @@ def receive(
     """Own heads' outputs and LSEs of all ranks, in the order of the sources, where they have arrived."""
     tokens, heads, latent = out.shape
     return unpack(moved, (tokens, heads // group.size, latent))
+
+
+def together(operands: Sequence[Sequence[torch.Tensor]], *, group: Group) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every rank's part of what all have, without a payload: on the host a copy within a dtype moves bits."""
+    outs, lses = (torch.stack(parts) for parts in zip(*operands, strict=True))  # [W, T, H, L], [W, T, H]
+    ranks, (tokens, heads, latent) = group.size, outs.shape[1:]
+    own = heads // ranks
+    outs = outs.view(ranks, tokens, ranks, own, latent).permute(2, 0, 1, 3, 4).contiguous()
+    lses = lses.view(ranks, tokens, ranks, own).permute(2, 0, 1, 3).contiguous()
+    return list(zip(outs.unbind(), lses.unbind(), strict=True))

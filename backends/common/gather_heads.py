@@ -1,5 +1,7 @@
 """Both halves of `ops.GatherHeads`: one message of L + R features a head."""
 
+from collections.abc import Sequence
+
 import torch
 
 from mla_fx.backends.device import Run
@@ -21,3 +23,9 @@ def receive(
     parts = (heads[..., :latent], heads[..., latent:])
     q_latent_all, q_rope_all = (part.reshape(tokens, ranks * own, part.shape[3]) for part in parts)
     return q_latent_all.contiguous(), q_rope_all.contiguous()
+
+
+def together(operands: Sequence[Sequence[torch.Tensor]], *, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """The queries of all heads, once for all ranks."""
+    q_latent_all, q_rope_all = (torch.cat(parts, 1) for parts in zip(*operands, strict=True))
+    return q_latent_all, q_rope_all

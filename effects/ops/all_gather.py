@@ -25,6 +25,7 @@ class AllGather(Op):
     group: Group = field(validator=instance(Group))
     operands: ClassVar = {"x": "T F"}
     communicates: ClassVar = "all_gather"
+    alike: ClassVar = True
 
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """The ranks' features together must be those asked for."""

@@ -24,6 +24,7 @@ class AllReduce(Op):
     group: Group = field(validator=instance(Group))
     operands: ClassVar = {"x": "T D"}
     communicates: ClassVar = "all_reduce"
+    alike: ClassVar = True
 
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Any floating dtype."""

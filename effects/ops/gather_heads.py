@@ -25,6 +25,7 @@ class GatherHeads(Op):
     operands: ClassVar = {"q_latent": "T N L", "q_rope": "T N R"}
     results: ClassVar = ("q_latent_all", "q_rope_all")
     communicates: ClassVar = "all_gather"
+    alike: ClassVar = True
 
     def shape_rule(self, axes: Mapping[str, int], dtype: str) -> tuple[Aval, ...]:
         """Heads are multiplied by the ranks."""
