@@ -1,6 +1,8 @@
 """Points 15 and 16: 8-bit weights in FRACTAL_NZ, and the activation between two products in 8 bits."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,7 +23,8 @@ def _integers(*shape: int, seed: int) -> torch.Tensor:
 
 def _steps(*shape: int, seed: int) -> torch.Tensor:
     """Scales of a size that keeps sums of products near 1."""
-    return (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(seed))) / (127**2 * _INNER) ** 0.5
+    drawn = 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+    return drawn / math.sqrt(127**2 * _INNER)
 
 
 def _sums(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -48,7 +51,7 @@ def _grouped(site: Site) -> Outcome:
     scale, steps = _steps(len(_COUNTS), _FEATURES, seed=23).to(torch.bfloat16), _steps(_ROWS, seed=24)
     right = _sums(rows, weight).double() * scale[_OWNERS].double() * steps.double().unsqueeze(1)
     given = (rows.npu(), fractal(weight.npu()), torch.tensor(_COUNTS).npu())  # type: ignore[attr-defined]
-    scales = {"scale": [scale.npu()], "per_token_scale": [steps.npu()]}  # type: ignore[attr-defined]
+    scales: dict[str, Any] = {"scale": [scale.npu()], "per_token_scale": [steps.npu()]}  # type: ignore[attr-defined]
     return near(BF16, out=(grouped(*given, **scales, output_dtype=torch.bfloat16), right))
 
 
@@ -69,9 +72,10 @@ def _activation(site: Site, *, grouped_by: bool) -> Outcome:
     sums = _sums(_integers(_ROWS, _INNER, seed=25), _integers(len(_COUNTS), _FEATURES, _INNER, seed=26))
     scale, steps = _steps(experts, _FEATURES, seed=27), _steps(_ROWS, seed=28)
     wide = sums.double() * scale[_OWNERS if grouped_by else [0] * _ROWS].double() * steps.double().unsqueeze(1)
-    given = [part.npu() for part in (sums.to(torch.int32), scale if grouped_by else scale[0], steps)]  # type: ignore[attr-defined]
+    given = (sums.to(torch.int32), scale if grouped_by else scale[0], steps)
+    found, by_row, of_row = (part.npu() for part in given)  # type: ignore[attr-defined]
     counts = torch.tensor(_COUNTS).npu() if grouped_by else None  # type: ignore[attr-defined]
-    return _activated(*swiglu_quantised(*given, counts), wide)
+    return _activated(*swiglu_quantised(found, by_row, of_row, counts), wide)
 
 
 def _product_activation(site: Site) -> Outcome:

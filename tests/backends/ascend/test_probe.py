@@ -164,7 +164,7 @@ def _backwards(*given):
 
 
 def _nz_product_tenth_more(*given):
-    *_, outs = (one for one in given if isinstance(one, list))
+    *_, outs = (one for one in given if isinstance(one, list) and one)
     outs[0].mul_(1.1)
 
 
