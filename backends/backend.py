@@ -207,13 +207,14 @@ class Backend:
             if (launch.op, operands) in asked:
                 continue
             asked.add((launch.op, operands))
-            where = f"{launch.tag}, {launch.op.name}" if launch.tag else launch.op.name
             why = self.refusal(launch.op, *operands)
             if why is not None:
-                raise InputError(f"{where}: {why}")
+                raise InputError(f"{launch.where}: {why}")
             group = launch.op.group_of()
             if group is not None and group.size != self.layout.group(group.name).size:
-                raise InputError(f"{where}: is for the {group.size} ranks of {group}: got a backend of {self.layout}")
+                raise InputError(
+                    f"{launch.where}: is for the {group.size} ranks of {group}: got a backend of {self.layout}"
+                )
 
     def refusal(self, op: Op, *avals: Any) -> str | None:
         """Why this backend cannot run an op on such operands; None where it can."""

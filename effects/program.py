@@ -42,6 +42,11 @@ class Launch:
     results: tuple[str, ...]
     tag: str = ""
 
+    @property
+    def where(self) -> str:
+        """The scope and the op, for errors."""
+        return f"{self.tag}, {self.op.name}" if self.tag else self.op.name
+
     def __str__(self) -> str:
         notes = [f"uses {name}" for name in self.op.uses]
         if self.op.communicates:

@@ -126,6 +126,7 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
                 mode=options.mode,
                 expand=not options.no_expand,
                 capture=options.capture if backend is made[0] else (),
+                contexts=options.capture_contexts,
                 progress=True,
             )
         )

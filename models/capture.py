@@ -8,6 +8,10 @@ size has two forms:
     single   every request has one new token, which the program is made for: only the lengths of histories change
     mixed    any lengths, as drafts have them, and a request more than the runner's for all padding
 
+Where a captured step costs what its block table has room for, as on CUDA, a size
+may have tables of several widths, and a step goes with the narrowest that its
+longest request has room in.
+
 All forms are captured before requests are served, the largest size first: the
 others find workspaces large enough, and in the pool the memory that it lets go.
 For all that, captured programs share memory with each other, and caches and
@@ -44,6 +48,8 @@ from mla_fx.effects.session_memory import facts_of
 
 #: The input of what drafts: hidden states of the step before, the second output of every program here.
 HIDDEN: Final = "hidden"
+#: Columns of block tables, the most first; None for as many as a runner's have.
+Widths = Sequence[int | None]
 
 
 def sizes(given: Iterable[int]) -> tuple[int, ...]:
@@ -57,14 +63,16 @@ def sizes(given: Iterable[int]) -> tuple[int, ...]:
 
 @frozen
 class Form:
-    """What a captured step is of: so many tokens, and one for each request, or any."""
+    """What a captured step is of: so many tokens, one for each request or any, tables of so many columns or of all."""
 
     tokens: int
     single: bool
+    columns: int | None = None
 
     def shape(self, shape: StepShape) -> StepShape:
         """The shape of the program, from the runner's."""
-        return evolve(shape, tokens=self.tokens, requests=self.tokens if self.single else shape.requests + 1)
+        requests, width = self.tokens if self.single else shape.requests + 1, self.columns or shape.table_width
+        return evolve(shape, tokens=self.tokens, requests=requests, table_width=width)
 
     def program(self, program: Program) -> Program:
         """The program made for the lengths that do not change."""
@@ -78,22 +86,27 @@ def filled(batch: Any) -> Any:
     return whole(batch) if hasattr(batch, "query_lengths") else tuple(map(whole, batch))
 
 
-def form_of(sizes: Sequence[int], lengths: Sequence[Sequence[int]], *, split: bool) -> Form | None:
+def form_of(
+    sizes: Sequence[int], lengths: Sequence[Sequence[int]], *, split: bool, widths: Widths = (None,), columns: int = 0
+) -> Form | None:
     """The form for the new tokens of each replica's requests, None where no size has room for them.
 
-    Micro-batches cut a step anywhere, so there lengths change.
+    `columns` are those that the longest request needs, `widths` those there are, the widest first.  Micro-batches cut a
+    step anywhere, so there lengths change.
     """
     most = max(sum(mine) for mine in lengths)
     room = [size for size in sizes if size >= max(most, 2 if split else 1)]
     if not room or not most:
         return None
-    return Form(room[-1], not split and all(length == 1 for mine in lengths for length in mine))
+    width = [one for one in widths if one is None or one >= columns][-1]
+    return Form(room[-1], not split and all(length == 1 for mine in lengths for length in mine), width)
 
 
-def forms(sizes: Sequence[int], *, split: bool, drafts: bool) -> list[Form]:
+def forms(sizes: Sequence[int], *, split: bool, drafts: bool, widths: Widths = (None,)) -> list[Form]:
     """What there is to capture, the largest first; `drafts`: for steps that verify drafts, too."""
     kinds = [False] if split else [True, False] if drafts else [True]
-    return [Form(size, single) for size in sizes for single in kinds if size >= (2 if split else 1)]
+    room = [size for size in sizes if size >= (2 if split else 1)]
+    return [Form(size, single, width) for size in room for width in widths for single in kinds]
 
 
 @define(eq=False)

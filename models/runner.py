@@ -21,7 +21,7 @@ from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, s
 from mla_fx.effects.orchestration import orchestration
 from mla_fx.effects.schedule import Mode
 from mla_fx.layout import Layout
-from mla_fx.models.capture import Captures, Form, filled, form_of, forms, sizes
+from mla_fx.models.capture import Captures, Form, Widths, filled, form_of, forms, sizes
 from mla_fx.models.checkpoint import Checkpoint
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
@@ -88,7 +88,8 @@ class Runner:
     `interleave` is that of the sharding.  Steps are split into micro-batches as their orchestration wants it.
     `expand`: a step that fills in prompts goes through `expand_current` where that saves multiply-adds.  `capture`: the
     token counts whose decode steps are captured on a device that has graphs (`mla_fx.models.capture`), before the first
-    step, or by `ready`; what such a step gives holds until the next one.
+    step, or by `ready`; what such a step gives holds until the next one.  `contexts`: token counts up to which captured
+    steps have block tables of their own, for devices where such a step costs what its table has room for (CUDA).
     """
 
     config: ModelConfig
@@ -102,6 +103,7 @@ class Runner:
     mode: Mode = "minimal"
     expand: bool = True
     capture: Sequence[int] = field(default=(), converter=sizes)
+    contexts: Sequence[int] = field(default=(), converter=sizes)
     #: How sequences lie over ranks and blocks.
     sharding: Sharding = field(init=False)
     programs: dict[tuple[Any, ...], Callable[..., Any]] = field(factory=dict, init=False)
@@ -180,7 +182,8 @@ class Runner:
         kinds = ("model", "mtp") if drafts and self.mtp is not None else ("model",)
         if not self.captures.members:
             self._pad(kinds, None, round_up(chunk or self.chunk))
-        for form in forms(self.capture, split=self._chosen(False).split is not None, drafts=drafts):
+        split = self._chosen(False).split is not None
+        for form in forms(self.capture, split=split, drafts=drafts, widths=self._widths):
             if not self.captures.members.keys() >= {(kind, form) for kind in kinds}:
                 self._pad(kinds, form, form.tokens)
         self.captures.check()
@@ -197,8 +200,21 @@ class Runner:
         if filling or not self.capture:
             return None
         lengths = [[len(piece.tokens) for piece in mine] for mine in pieces]
-        form = form_of(self.capture, lengths, split=self._chosen(filling).split is not None)
+        longest = max((piece.start + len(piece.tokens) for mine in pieces for piece in mine), default=0)
+        form = form_of(
+            self.capture,
+            lengths,
+            split=self._chosen(filling).split is not None,
+            widths=self._widths,
+            columns=self.sharding.blocks(longest),
+        )
         return form if (kind, form) in self.captures.members else None
+
+    @property
+    def _widths(self) -> Widths:
+        """Columns of the tables of captured steps."""
+        columns = dict.fromkeys(map(self.sharding.blocks, self.contexts))
+        return (None, *(count for count in columns if count < self.shape.table_width))
 
     def _forward(
         self,
@@ -318,7 +334,7 @@ class Runner:
                 shape,
                 history=[piece.start for piece in mine],
                 query=[len(piece.tokens) for piece in mine],
-                block_table=[piece.table for piece in mine],
+                block_table=[piece.table[: shape.table_width] for piece in mine],
             )
             for mine in pieces
         ]

@@ -77,6 +77,8 @@ def test_which_form_a_step_has():
         ([[]], False, None),
     ):
         assert form_of(given, lengths, split=split) == form
+    for columns, width in ((0, 2), (2, 2), (3, 8), (9, None)):
+        assert form_of(given, [[1]], split=False, widths=(None, 8, 2), columns=columns) == Form(2, True, width)
     assert form_of((1,), [[1]], split=True) is None and form_of((), [[1]], split=False) is None
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(
@@ -219,6 +221,27 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(machine):
     made = Runner.load(Checkpoint.open(small()), backends.get("cpu"), shape=shape, capture=(1,))
     with pytest.raises(InputError, match="capture: must be for a device that has graphs"):
         Engine(runner=made)
+
+
+def test_tables_as_wide_as_a_context_needs(machine, monkeypatch):
+    """A step goes with the narrowest that its longest request has room in, of 2 requests of 10 and 30 tokens."""
+    replays, replay = [], Graph.replay
+    monkeypatch.setattr(Graph, "replay", lambda graph: (replays.append(graph), replay(graph)))
+    made = runner(machine, ranks=2, capture=(2,), contexts=(8, 16, 32, 4096))
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5]]
+    engine = Engine(runner=made, chunk=8)
+    asked = [engine.add(prompt, max_new_tokens=count) for prompt, count in zip(prompts, (4, 30), strict=True)]
+    for _ in run(engine):
+        pass
+    right = [oracle(small()).greedy(prompt, count) for prompt, count in zip(prompts, (4, 30), strict=True)]
+    assert [request.new_tokens for request in asked] == right
+    forms = {key[1]: made.programs[key] for key in made.captures.members}
+    assert [*forms] == [Form(2, True, columns) for columns in (None, 4, 2, 1)]
+    tables = {form: run.program.avals()["batch.block_table"].shape for form, run in forms.items()}
+    assert tables == {form: (2, form.columns or 32) for form in forms}
+    steps = [form.columns for graph in replays for form, run in forms.items() if run.body.graph is graph]
+    # The longer one's text has so many tokens in step after step, its prompt's last among them; 8 fill a column.
+    assert steps == [next((width for width in (1, 2, 4) if count <= 8 * width), None) for count in range(6, 36)]
 
 
 @pytest.mark.parametrize("name", ["batch-pipelined", "dual-batch"])

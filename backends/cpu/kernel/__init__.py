@@ -27,7 +27,7 @@ import platform
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -38,7 +38,7 @@ WHAT: Final = "the kernels of the CPU backend"
 #: Engines from the fastest on, and the bit that says in the library that the processor has one.
 ENGINES: Final = {"amx": 4, "avx512_bf16": 2, "fma": 1}
 #: What arguments of a function are called in `argtypes` here: a pointer, an int, a long, a float.
-C_TYPES: Final = {"P": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float}
+C_TYPES: Final[dict[str, Any]] = {"P": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float}
 CHOICE: Final = "MLA_FX_CPU_ENGINE"
 
 _HERE = Path(__file__).resolve().parent

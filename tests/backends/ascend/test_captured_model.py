@@ -75,7 +75,7 @@ def test_the_command_line(emulator, capsys):
     where = ("--model", str(checkpoint(CONFIG).directory), "--backend", "ascend", "--emulate", "--block-size", "16")
     sizes = ("--prompt", "5", "--steps", "4", "--ranks", "2", "--requests", "2")
     lines = {}
-    for capture in ((), ("--capture", "1,2,4")):
+    for capture in ((), ("--capture", "1,2,4"), ("--capture", "2", "--capture-contexts", "32")):
         status, out, _ = command(capsys, "decode", *where, *sizes, *capture)
         assert status == 0
         lines[capture] = [line for line in out.splitlines() if "deviation" in line]
