@@ -1,9 +1,9 @@
 // The AVX-512 intrinsics and the tile instructions that the engines use, in plain C++, from Intel's definitions.
 //
-// A unit that is compiled with MLA_EMULATED includes this beside what the processor has, and is compiled without AVX-512:
-// the names of intrinsics mean the functions here, and one that is used and not defined here does not compile.  So the
-// engine's own text is what runs.  Source of each: the pseudocode of Intel's Software Developer's Manual and Intrinsics
-// Guide.  test_emulated_simd.py holds them against definitions written once more in exact arithmetic.
+// A unit that is compiled with MLA_EMULATED includes this beside what the processor has, and is compiled without
+// AVX-512: the names of intrinsics mean the functions here, and one that is used and not defined here does not compile.
+// So the engine's own text is what runs.  Source of each: the pseudocode of Intel's Software Developer's Manual and
+// Intrinsics Guide.  test_emulated_simd.py holds them against definitions written once more in exact arithmetic.
 #pragma once
 #include <immintrin.h>  // for the types alone
 
