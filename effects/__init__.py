@@ -16,6 +16,8 @@ from mla_fx.effects.check_session import session_violations as session_violation
 from mla_fx.effects.cost import Cost as Cost
 from mla_fx.effects.cost import cost as cost
 from mla_fx.effects.group import Group as Group
+from mla_fx.effects.memory import Plan as Plan
+from mla_fx.effects.memory import plan as plan
 from mla_fx.effects.op import Op as Op
 from mla_fx.effects.orchestration import Orchestration as Orchestration
 from mla_fx.effects.passes import Found as Found

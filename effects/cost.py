@@ -19,7 +19,7 @@ rounded up to bytes; nothing where W = 1.
 Memory of values.  What launches allocate lives from its launch to its drop, or to the end where nothing drops it; a
 view, and a state that is written in place, take none.  The peak is that of the issue order, since allocators give out
 and take back memory as it is issued.  Not counted: what a keep holds back beyond the drop, which differs from run to
-run, workspaces, and what a rule makes for itself.
+run, workspaces, and what a rule makes for itself.  What a block for all of them takes is `mla_fx.effects.memory`'s.
 
 Work.  Multiply-adds of matrix products, by each op's `work`: `multiply_adds` takes the lengths that attention needs.
 
@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from attrs import frozen
 
 from mla_fx.effects.aval import Aval, match
+from mla_fx.effects.memory import plan
 from mla_fx.effects.op import Meeting, Op
 from mla_fx.effects.passes import defined, definition
 from mla_fx.effects.program import Drop, Keep, Launch, Program, Record, Wait
@@ -51,7 +52,8 @@ class Message:
 class Memory:
     """Bytes on one rank: inputs by what they are, and the most that values of the program take at once.
 
-    `data` is what comes with every step, hidden states and what is staged.  `peak_at` is the launch of the peak.
+    `data` is what comes with every step, hidden states and what is staged.  `peak_at` is the launch of the peak;
+    `planned` the bytes of the blocks in which each value has a place of its own while it lives.
     """
 
     parameters: int
@@ -59,6 +61,7 @@ class Memory:
     data: int
     peak: int
     peak_at: Launch | None
+    planned: int
 
 
 @frozen
@@ -158,7 +161,7 @@ def _memory(program: Program, avals: dict[str, Aval]) -> Memory:
                     peak, at = now, effect
             case Drop():
                 now -= avals[root[effect.value]].bytes_
-    return Memory(inputs["parameter"], inputs["state"], inputs["data"], peak, at)
+    return Memory(inputs["parameter"], inputs["state"], inputs["data"], peak, at, plan(program).bytes_)
 
 
 def chain(program: Program) -> int:

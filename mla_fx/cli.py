@@ -72,7 +72,7 @@ them, to see what the law says to that.  Exit status 0: legal, 1: not.
 """
 _PROBE = """
 Ask an NPU what the Ascend backend builds on and only hardware can tell:
-fourteen points, each held against the host.  Prints versions and the
+seventeen points, each held against the host.  Prints versions and the
 environment, what holds, what does not, and what that means for the backend.
 Nothing is changed and nothing written but the report of --json; what the device
 refuses, or dies of, is an answer like any other.  Under torchrun every process
@@ -296,6 +296,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="T,T,..",
         help="capture decode steps of so many tokens, on ascend and cuda; smaller ones are padded (as 1,2,4,8)",
+    )
+    add(
+        "--capture-contexts",
+        type=_sizes,
+        default=(),
+        metavar="N,N,..",
+        help="capture each with tables for so long contexts too: on cuda a captured step costs what its table holds",
     )
     add("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
     add("--adversary", type=int, metavar="SEED", help="run on the hostile machine, or the emulated one, with this seed")

@@ -23,6 +23,7 @@ def report(program: Program) -> str:
         f"each rank holds parameters of {memory.parameters:,} bytes, states of {memory.states:,}, "
         f"data of a step of {memory.data:,}",
         f"values take at most {memory.peak:,} bytes" + (f", at '{memory.peak_at}'" if memory.peak_at else ""),
+        f"planned, each in a place of its own while it lives, they take {memory.planned:,} bytes",
     ]
     return "\n".join(lines)
 
