@@ -39,6 +39,7 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-con
 _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "entry.cpp": (),
     "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "pointwise.cpp": ("-mavx2", "-mfma", "-mf16c"),
     "linear_512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
 }
 
