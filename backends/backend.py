@@ -25,6 +25,7 @@ from mla_fx.backends.inputs import Loader
 from mla_fx.backends.packing import packer
 from mla_fx.backends.peers import Peers
 from mla_fx.backends.prepared import Prepared, accept, prepare
+from mla_fx.backends.rows import Body
 from mla_fx.backends.table import Collective, Form, Fusion, MissingRuleError, Rule, Table, takes_any
 from mla_fx.backends.world import InProcess, World
 from mla_fx.dtypes import DTYPES
@@ -206,13 +207,14 @@ class Backend:
             if (launch.op, operands) in asked:
                 continue
             asked.add((launch.op, operands))
-            where = f"{launch.tag}, {launch.op.name}" if launch.tag else launch.op.name
             why = self.refusal(launch.op, *operands)
             if why is not None:
-                raise InputError(f"{where}: {why}")
+                raise InputError(f"{launch.where}: {why}")
             group = launch.op.group_of()
             if group is not None and group.size != self.layout.group(group.name).size:
-                raise InputError(f"{where}: is for the {group.size} ranks of {group}: got a backend of {self.layout}")
+                raise InputError(
+                    f"{launch.where}: is for the {group.size} ranks of {group}: got a backend of {self.layout}"
+                )
 
     def refusal(self, op: Op, *avals: Any) -> str | None:
         """Why this backend cannot run an op on such operands; None where it can."""
@@ -269,8 +271,10 @@ class Executable:
 
     @property
     def rooms(self) -> dict[str, int]:
-        """Bytes of each workspace that a captured program holds, by name; none before it is captured."""
-        return self.body.rooms if isinstance(self.body, Captured) else {}
+        """Bytes of each workspace by name: as it was captured, or as it is now where the program runs as it is."""
+        if isinstance(self.body, Captured):
+            return self.body.rooms
+        return self.body.backend.device.rooms(self.program.workspaces()) if isinstance(self.body, Body) else {}
 
     # Compiled code calls this as it is, between two graphs, and what it calls in turn is not compiled either: what
     # torch.compiler.disable does, without loading the compiler.

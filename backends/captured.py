@@ -270,9 +270,7 @@ class Captured:
         finally:
             device.caller, device.recorder = caller, None
             module.set_stream(caller)
-        self.pool, used = pool, {name for launch in self.program.launches for name in launch.op.uses}
-        held = {name: one.memory.nbytes for (_, name), one in device.scratch.items() if one.memory is not None}
-        self.rooms = {name: held[name] for name in held if name in used}
+        self.pool, self.rooms = pool, device.rooms(self.program.workspaces())
         return graph, recorder
 
     def _update(self, leaves: Sequence[Any], caller: Any) -> None:
@@ -304,18 +302,16 @@ def _must_not_wait(program: Program) -> None:
     """Refuse a launch that waits for the device, which runs nothing while it is captured."""
     for launch in program.launches:
         if launch.op.waits:
-            where = f"{launch.tag}, {launch.op.name}" if launch.tag else launch.op.name
-            raise InputError(f"capture: must be of a program that waits for nothing: got {where}")
+            raise InputError(f"capture: must be of a program that waits for nothing: got {launch.where}")
 
 
 def _must_take_tensors(program: Program, backend: "Backend") -> None:
     """Refuse a launch whose integers stay on the host for its rule, where the device updates none."""
     for launch in program.launches:
         if launch.op.on_host() and type(launch.op) not in backend.table.captured:
-            where = f"{launch.tag}, {launch.op.name}" if launch.tag else launch.op.name
             raise InputError(
-                f"capture: {where} must have a rule that takes integers on the device, where launches are not updated: "
-                f"got none in backend {backend.name}"
+                f"capture: {launch.where} must have a rule that takes integers on the device, where launches are not "
+                f"updated: got none in backend {backend.name}"
             )
 
 

@@ -14,7 +14,7 @@ a legal order.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from importlib import import_module
 from typing import Any, Final, Protocol
 
@@ -125,6 +125,11 @@ class Device:
         if name not in self.events:
             self.events[name] = self.module.Event()
         return self.events[name]
+
+    def rooms(self, names: Collection[str]) -> dict[str, int]:
+        """Bytes of the block of each of these workspaces, where there is one, not of what was put beside it."""
+        held = {name: one.memory.nbytes for (_, name), one in self.scratch.items() if one.memory is not None}
+        return {name: size for name, size in held.items() if name in names}
 
     def shared_pool(self) -> Pool:
         """The pool of what is captured now: that of the others, while there are any."""

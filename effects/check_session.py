@@ -244,11 +244,12 @@ class _Checker:
                 self.capture(action)
             case Update():
                 self.update(action)
-            case Fill() | Replay() | Release():
-                captured = self.capture_of(action)
-                if captured is not None:
-                    of = {Fill: self.fill, Replay: self.replay, Release: self.release}
-                    of[type(action)](action, captured)  # type: ignore[operator]
+            case Fill() if captured := self.capture_of(action):
+                self.fill(action, captured)
+            case Replay() if captured := self.capture_of(action):
+                self.replay(action, captured)
+            case Release() if captured := self.capture_of(action):
+                self.release(action, captured)
             case Run():
                 self.run(action)
             case Read():
@@ -444,6 +445,5 @@ class _Checker:
             self.dropped[place] = self.use(drop, writes=[("input", place)] if place != drop.value else [])
 
     def release(self, release: Release, captured: Captured) -> None:
-        life = captured.life
-        self.released[release.member] = self.use(release, life=life)
+        self.released[release.member] = self.use(release, life=captured.life)
         del self.captures[release.member]

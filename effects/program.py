@@ -42,6 +42,11 @@ class Launch:
     results: tuple[str, ...]
     tag: str = ""
 
+    @property
+    def where(self) -> str:
+        """The scope and the op, for errors."""
+        return f"{self.tag}, {self.op.name}" if self.tag else self.op.name
+
     def __str__(self) -> str:
         notes = [f"uses {name}" for name in self.op.uses]
         if self.op.communicates:
@@ -188,6 +193,10 @@ class Program:
         root = self.memory()
         written = {root[launch.operands[position]] for launch in self.launches for position in launch.op.written()}
         return tuple(put.name for put in self.inputs if put.name in written)
+
+    def workspaces(self) -> frozenset[str]:
+        """The workspaces that launches use."""
+        return frozenset(name for launch in self.launches for name in launch.op.uses)
 
     def home(self) -> dict[str, str]:
         """For every value in memory that a launch allocates, the stream it is allocated on."""

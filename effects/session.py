@@ -205,9 +205,9 @@ def turn(member: Member, *, captured: bool) -> tuple[Action, ...]:
     return (*updates, Fill(name), Replay(name), *reads)
 
 
-def in_turn(turns: Iterable[Sequence[Action]]) -> tuple[Action, ...]:
-    """The actions of turns one after the other, each with events of its own."""
-    return tuple(action for number, actions in enumerate(turns) for action in _own_events(actions, number))
+def in_turn(turns: Iterable[Sequence[Action]], *, first: int = 0) -> tuple[Action, ...]:
+    """The actions of turns one after the other, each with events of its own, numbered from `first`."""
+    return tuple(action for number, actions in enumerate(turns, first) for action in _own_events(actions, number))
 
 
 def every_order(turns: Sequence[Sequence[Action]], *, known: int = 0) -> tuple[Action, ...]:

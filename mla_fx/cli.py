@@ -297,6 +297,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         metavar="T,T,..",
         help="capture decode steps of so many tokens, on ascend and cuda; smaller ones are padded (as 1,2,4,8)",
     )
+    add(
+        "--capture-contexts",
+        type=_sizes,
+        default=(),
+        metavar="N,N,..",
+        help="capture each with tables for so long contexts too: on cuda a captured step costs what its table holds",
+    )
     add("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
     add("--adversary", type=int, metavar="SEED", help="run on the hostile machine, or the emulated one, with this seed")
 

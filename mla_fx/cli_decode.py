@@ -126,11 +126,14 @@ def decode(options: argparse.Namespace, orchestration: Orchestration) -> int:
                 mode=options.mode,
                 expand=not options.no_expand,
                 capture=options.capture if backend is made[0] else (),
+                contexts=options.capture_contexts,
                 progress=True,
             )
         )
         for backend in made
     ]
+    for lane in lanes:
+        lane.runner.ready(chunk=CHUNK)
     width, count = shape.table_width, shape.requests
     requests = [
         Request(list(prompt), list(range(b % count * width, (b % count + 1) * width)))

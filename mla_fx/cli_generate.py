@@ -85,6 +85,7 @@ class Asked:
             mode=options.mode,
             expand=not options.no_expand,
             capture=options.capture,
+            contexts=options.capture_contexts,
             progress=True,
         )
         return Engine(

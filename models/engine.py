@@ -80,6 +80,7 @@ class Engine:
             Replica(number, shape, self.chunk, BlockManager(sharding, shape.blocks, ahead), self.prefix_cache)
             for number in range(self.runner.replicas)
         ]
+        self.runner.ready(drafts=self.drafter is not None, chunk=self.chunk)
 
     def __reduce__(self) -> str:
         raise TypeError("an engine has caches and executables of its process and cannot be pickled or copied: make one")

@@ -21,7 +21,7 @@ from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, s
 from mla_fx.effects.orchestration import orchestration
 from mla_fx.effects.schedule import Mode
 from mla_fx.layout import Layout
-from mla_fx.models.capture import Captures, Form, form_of, sizes
+from mla_fx.models.capture import Captures, Form, Widths, filled, form_of, forms, sizes
 from mla_fx.models.checkpoint import Checkpoint
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
@@ -87,8 +87,9 @@ class Runner:
     `shape` says ranks, dtype, blocks, block size, table width and the number of requests; its tokens do not matter.
     `interleave` is that of the sharding.  Steps are split into micro-batches as their orchestration wants it.
     `expand`: a step that fills in prompts goes through `expand_current` where that saves multiply-adds.  `capture`: the
-    token counts whose decode steps are captured on a device that has graphs (`mla_fx.models.capture`); what such a step
-    gives holds until the next one.
+    token counts whose decode steps are captured on a device that has graphs (`mla_fx.models.capture`), before the first
+    step, or by `ready`; what such a step gives holds until the next one.  `contexts`: token counts up to which captured
+    steps have block tables of their own, for devices where such a step costs what its table has room for (CUDA).
     """
 
     config: ModelConfig
@@ -102,6 +103,7 @@ class Runner:
     mode: Mode = "minimal"
     expand: bool = True
     capture: Sequence[int] = field(default=(), converter=sizes)
+    contexts: Sequence[int] = field(default=(), converter=sizes)
     #: How sequences lie over ranks and blocks.
     sharding: Sharding = field(init=False)
     programs: dict[tuple[Any, ...], Callable[..., Any]] = field(factory=dict, init=False)
@@ -163,42 +165,87 @@ class Runner:
         them (None where that rank runs in another process), and the hidden states of every rank here.  `filling` says
         that the step fills in a prompt.
         """
-        form = self._form(pieces, filling)
-        if form is not None and ("model", form) not in self.captures.members:
-            self._capture(form.single)
-        return self._forward(pieces, rows, filling, form)
+        if not self.captures.members:
+            self.ready()
+        return self._forward(pieces, rows, filling, self._form("model", pieces, filling))
 
-    def _forward(
-        self, pieces: Sequence[Sequence[Piece]], rows: Sequence[Sequence[int]], filling: bool, form: Form | None
-    ) -> tuple[list[torch.Tensor | None], Any]:
-        """A step of the model, captured as `form` where that is not None."""
-        tokens, shape, batches = self._batches(pieces, filling, form, least=0)
-        wanted = _integers(rows, size=form.tokens if form else None)
-        width = wanted[0].shape[0]
-        run = self._program(
-            ("model", form) if form else ("model", shape.tokens, width, shape.expand_current, filling),
-            lambda: model_step(self.config, shape, rows=width, hidden=True),
-            self.params,
-            filling,
-            form,
-        )
-        logits, hidden, self.caches = run(self.caches, self._here(tokens), batches, self._here(wanted))
-        if form is not None:
-            self.captures.add(("model", form), run)
-        return self._first(logits, rows), hidden
+    def ready(self, *, drafts: bool | None = None, chunk: int | None = None) -> None:
+        """Capture all forms there are, so that nothing is captured once requests are served; an engine does it.
 
-    def _form(self, pieces: Sequence[Sequence[Piece]], filling: bool) -> Form | None:
+        `drafts` says whether steps verify some: unless told, where there is a prediction module.  First a step runs
+        that fills in `chunk` tokens of nobody, so that workspaces are as large as any step wants them.  What is there
+        already stays; without `capture` there is nothing to do.  A collective: every process of the group calls it.
+        """
+        if not self.capture:
+            return
+        drafts = self.mtp is not None if drafts is None else drafts
+        kinds = ("model", "mtp") if drafts and self.mtp is not None else ("model",)
+        if not self.captures.members:
+            self._pad(kinds, None, round_up(chunk or self.chunk))
+        split = self._chosen(False).split is not None
+        for form in forms(self.capture, split=split, drafts=drafts, widths=self._widths):
+            if not self.captures.members.keys() >= {(kind, form) for kind in kinds}:
+                self._pad(kinds, form, form.tokens)
+        self.captures.check()
+
+    def _pad(self, kinds: Sequence[str], form: Form | None, tokens: int) -> None:
+        """A step of so many tokens of padding, of the model, and of the prediction module."""
+        nothing: list[Sequence[Any]] = [()] * self.replicas
+        _, hidden = self._forward(nothing, nothing, form is None, form, tokens)
+        if "mtp" in kinds:
+            self._predict(nothing, hidden, nothing, nothing, form is None, form, tokens)
+
+    def _form(self, kind: str, pieces: Sequence[Sequence[Piece]], filling: bool) -> Form | None:
+        """The form that a step is captured in, None where it is in none."""
         if filling or not self.capture:
             return None
         lengths = [[len(piece.tokens) for piece in mine] for mine in pieces]
-        return form_of(self.capture, lengths, split=self._chosen(filling).split is not None)
+        longest = max((piece.start + len(piece.tokens) for mine in pieces for piece in mine), default=0)
+        form = form_of(
+            self.capture,
+            lengths,
+            split=self._chosen(filling).split is not None,
+            widths=self._widths,
+            columns=self.sharding.blocks(longest),
+        )
+        return form if (kind, form) in self.captures.members else None
 
-    def _capture(self, single: bool) -> None:
-        """Capture the model in all sizes, the largest first, by a step of nothing but padding."""
-        forms, nothing = [Form(tokens, single) for tokens in self.capture], [()] * self.replicas
-        for one in forms:
-            self._forward(nothing, nothing, False, one)
-        self.captures.check()
+    @property
+    def _widths(self) -> Widths:
+        """Columns of the tables of captured steps."""
+        columns = dict.fromkeys(map(self.sharding.blocks, self.contexts))
+        return (None, *(count for count in columns if count < self.shape.table_width))
+
+    def _forward(
+        self,
+        pieces: Sequence[Sequence[Piece]],
+        rows: Sequence[Sequence[int]],
+        filling: bool,
+        form: Form | None,
+        size: int | None = None,
+    ) -> tuple[list[torch.Tensor | None], Any]:
+        """A step of the model, captured as `form` where that is not None; `size`: of so many tokens, padding too."""
+        tokens, shape, batches = self._batches(pieces, filling, form, size, least=0)
+        wanted = _integers(rows, size=form.tokens if form else None)
+        width = wanted[0].shape[0]
+        key = ("model", form) if form else ("model", shape.tokens, width, shape.expand_current, filling)
+        run = self._program(
+            key, lambda: model_step(self.config, shape, rows=width, hidden=True), self.params, filling, form
+        )
+        logits, hidden, self.caches = run(self.caches, self._here(tokens), batches, self._here(wanted))
+        self._ran(key, run, form, hidden)
+        return self._first(logits, rows), hidden
+
+    def _ran(self, key: tuple[Any, ...], run: Any, form: Form | None, hidden: Any) -> None:
+        """What is captured, and what runs beside it, is held against the law of a session once it has run."""
+        if not self.capture:
+            return
+        serving = bool(self.captures.checked)
+        self.captures.add(key, run, captured=form is not None)
+        if form is not None:
+            self.captures.give(key, hidden)
+        elif serving:
+            self.captures.check()
 
     def predict(
         self,
@@ -216,24 +263,33 @@ class Runner:
         """
         if self.mtp is None:
             raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
-        given = hidden[0].shape[0]
-        form = self._form(pieces, filling) if given in self.capture else None
-        tokens, shape, batches = self._batches(pieces, filling, form, least=-1)
+        self.captures.hold(hidden)
+        fits = bool(self.capture) and hidden[0].shape[0] <= self.capture[0]
+        form = self._form("mtp", pieces, filling) if fits else None
+        return self._predict(pieces, hidden, sources, rows, filling, form)
+
+    def _predict(
+        self,
+        pieces: Sequence[Sequence[Piece]],
+        hidden: Any,
+        sources: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[int]],
+        filling: bool,
+        form: Form | None,
+        size: int | None = None,
+    ) -> tuple[list[torch.Tensor | None], Any]:
+        """A step of the prediction module, as `_forward`.  One that is captured takes as many rows as any may have."""
+        tokens, shape, batches = self._batches(pieces, filling, form, size, least=-1)
         wanted = _integers(rows, size=form.tokens if form else None)
         taken, width = _integers(sources, shape.tokens), wanted[0].shape[0]
-        run = self._program(
-            ("mtp", form, given) if form else ("mtp", shape.tokens, width, given, shape.expand_current, filling),
-            lambda: mtp_step(self.config, shape, given=given, rows=width),
-            self.mtp,
-            filling,
-            form,
-        )
+        hidden = [_with_rows(one, self.capture[0]) for one in hidden] if form else hidden
+        given = hidden[0].shape[0]
+        key = ("mtp", form) if form else ("mtp", shape.tokens, width, given, shape.expand_current, filling)
+        run = self._program(key, lambda: mtp_step(self.config, shape, given=given, rows=width), self.mtp, filling, form)
         logits, after, self.mtp_caches = run(
             self.mtp_caches, self._here(tokens), hidden, self._here(taken), batches, self._here(wanted)
         )
-        if form is not None:
-            self.captures.add(("mtp", form, given), run)
-            self.captures.check()
+        self._ran(key, run, form, after)
         return self._first(logits, rows), after
 
     def decided(self, said: Sequence[Any]) -> list[Any]:
@@ -254,22 +310,23 @@ class Runner:
         return range(0, self.shape.layout.size, self.shape.layout.tp)
 
     def _batches(
-        self, pieces: Sequence[Sequence[Piece]], filling: bool, form: Form | None, *, least: int
+        self, pieces: Sequence[Sequence[Piece]], filling: bool, form: Form | None, size: int | None, *, least: int
     ) -> tuple[list[torch.Tensor], StepShape, list[Any]]:
         """The new tokens of each replica, the shape of a step that has room for all, and the batches of the ranks here.
 
-        Every process makes those of all replicas, so that what is refused is refused in all, before anything has run.
+        With a form or a size it has so many, those of padding being requests' too: see `mla_fx.batch.whole`.  Every
+        process makes those of all replicas, so that what is refused is refused in all, before anything has run.
         """
         every = [piece for of_replica in pieces for piece in of_replica]
         split = self._chosen(filling).split
-        size = form.tokens if form else None
+        size = form.tokens if form else size
         tokens = _integers(
             [[token for piece in mine for token in piece.tokens] for mine in pieces], 2 if split else 1, size=size
         )
         self._known(tokens, least)
         shape = evolve(self.shape, tokens=tokens[0].shape[0], split=split)
         shape = form.shape(shape) if form else shape
-        if filling and self._expands([len(piece.tokens) for piece in every]):
+        if filling and self._expands([len(piece.tokens) for piece in every] or [tokens[0].shape[0]]):
             shape = evolve(shape, project_before_merge=True, expand_current=True)
         batches = [
             plan_step(
@@ -277,12 +334,12 @@ class Runner:
                 shape,
                 history=[piece.start for piece in mine],
                 query=[len(piece.tokens) for piece in mine],
-                block_table=[piece.table for piece in mine],
+                block_table=[piece.table[: shape.table_width] for piece in mine],
             )
             for mine in pieces
         ]
-        if form is not None:
-            batches = [[form.batch(of_rank) for of_rank in of_replica] for of_replica in batches]
+        if size is not None:
+            batches = [[filled(of_rank) for of_rank in of_replica] for of_replica in batches]
         layout = shape.layout
         own = [batches[layout.replica(rank)][layout.index("dcp", rank)] for rank in self.backend.here]
         return tokens, shape, own
@@ -356,6 +413,12 @@ def _integers(of_replicas: Sequence[Sequence[int]], least: int = 1, *, size: int
     """On the host, from where a step sends them; padded to `size`, or the power of two with room for the longest."""
     size = size or max(least, *(round_up(len(values)) for values in of_replicas))
     return [torch.tensor([*values, *[0] * (size - len(values))], dtype=torch.int64) for values in of_replicas]
+
+
+def _with_rows(hidden: torch.Tensor, count: int) -> torch.Tensor:
+    """Hidden states with so many rows, those behind being nobody's."""
+    short = count - hidden.shape[0]
+    return torch.cat([hidden, hidden[:1].expand(short, -1)]) if short else hidden
 
 
 def _stated(checkpoint: Checkpoint, shape: StepShape, options: Mapping[str, Any]) -> dict[str, object]:

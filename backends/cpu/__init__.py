@@ -13,6 +13,7 @@ from mla_fx.backends import common
 from mla_fx.backends.cpu import (
     absorb_query,
     combine,
+    current_attention,
     gate_logits,
     grouped_linear,
     history_attention,
@@ -37,6 +38,7 @@ TABLE: Final = Table(
         **common.RULES,
         ops.AbsorbQuery: absorb_query.rule,
         ops.Combine: combine.rule,
+        ops.CurrentAttention: current_attention.rule,
         ops.GateLogits: gate_logits.rule,
         ops.GroupedLinear: grouped_linear.rule,
         ops.HistoryAttention: history_attention.rule,

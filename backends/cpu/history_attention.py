@@ -1,7 +1,7 @@
-"""CPU rule of `ops.HistoryAttention`: online softmax over tiles of the shard.
+"""CPU rule of `ops.HistoryAttention`: the compiled kernel, or plain torch where there is none or in float64.
 
-All heads of all tokens of a request are the rows of one matrix product.
-The softmax over tiles is `mla_fx.backends.common.attention`'s.
+Plain, all heads of all tokens of a request are the rows of one matrix product,
+and the softmax over tiles is `mla_fx.backends.common.attention`'s.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from mla_fx.backends.common.attention import attend_tiles
+from mla_fx.backends.cpu.kernel import attention
 from mla_fx.backends.device import Run
 from mla_fx.dtypes import wide
 
@@ -31,6 +32,22 @@ def rule(
     workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
+    operands = (q_latent, q_rope, latent_cache, rope_cache, block_table, query_lengths, history_lengths)
+    served = attention.serves(q_latent, latent_cache, rope_cache)
+    return (attention.history if served else plain)(*operands, scale)
+
+
+def plain(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_lengths: tuple[int, ...],
+    history_lengths: tuple[int, ...],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by torch alone."""
     tokens, heads, latent = q_latent.shape
     kind = wide(q_latent.dtype)
     hist = q_latent.new_zeros(q_latent.shape)

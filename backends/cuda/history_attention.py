@@ -8,7 +8,8 @@ The softmax over tiles is `mla_fx.backends.common.attention`'s.
 
 A captured program works on shapes alone: every token attends to all columns of
 its request's row, and a mask takes out what its lengths do not reach.  So it
-costs what a full table costs, T * M * S keys, whatever the lengths.
+costs what a full table costs, T * M * S keys, whatever the lengths; a runner
+captures programs with narrower tables for shorter contexts.
 """
 
 import math

@@ -185,6 +185,9 @@ class Paged:
     def sharding(self) -> Sharding:
         return Sharding(ranks=self.shape.ranks, block_size=self.shape.block_size)
 
+    def ready(self, *, drafts: bool, chunk: int) -> None:
+        assert chunk >= self.shape.requests
+
     def decided(self, said: Sequence[Any]) -> list[Any]:
         return list(said)
 

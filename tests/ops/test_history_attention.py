@@ -84,13 +84,16 @@ def test_history_attention(rules, rng, case, shuffled):
 @each("shuffled", [True, False])
 @each("tile", [1, 4, 8])
 def test_any_tile(rules, rng, monkeypatch, case, shuffled, tile):
+    """Of the plain form; the kernel's are in `tests/backends/cpu/test_kernel_attention.py`."""
+    monkeypatch.setattr(history_attention.attention, "serves", lambda *_: False)
     monkeypatch.setattr(history_attention, "TILE", tile)
     run(rules, Shard(rules, rng, *case, shuffled=shuffled))
 
 
 @each(("heads", "tiles"), [(1, 1), (16, 1), (2, 2)])
 @each("shuffled", [True, False])
-def test_more_keys_than_a_tile(rules, rng, heads, tiles, shuffled):
+def test_more_keys_than_a_tile(rules, rng, monkeypatch, heads, tiles, shuffled):
+    monkeypatch.setattr(history_attention.attention, "serves", lambda *_: False)
     keys = tiles * history_attention.TILE + 5
     run(rules, Shard(rules, rng, (1,), (keys,), 1, 128, heads=heads, shuffled=shuffled))
 
@@ -110,6 +113,8 @@ def test_operands_stay_as_they_were(rules, rng):
 @each("tile", [4, 512])
 def test_scores_in_the_tens_of_thousands(rules, rng, monkeypatch, tile):
     """From tile to tile scores rise and fall by more than an exponential can hold."""
+    if tile == 4:
+        monkeypatch.setattr(history_attention.attention, "serves", lambda *_: False)
     monkeypatch.setattr(history_attention, "TILE", tile)
     shard = Shard(rules, rng, (1, 1), (9, 1), 2, 4)
     shard.q_latent *= 2e4

@@ -21,7 +21,7 @@ import platform
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -31,13 +31,17 @@ from mla_fx.effects import InputError
 WHAT: Final = "the kernels of the CPU backend"
 #: Engines from the fastest on, and the bit that says in the library that the processor has one.
 ENGINES: Final = {"fma": 1}
+#: What arguments of a function are called in `argtypes` here: a pointer, an int, a long, a float.
+C_TYPES: Final[dict[str, Any]] = {"P": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float}
 CHOICE: Final = "MLA_FX_CPU_ENGINE"
 
 _HERE = Path(__file__).resolve().parent
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden")
+_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden")
 #: What is compiled, and for which instructions.
 _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "entry.cpp": (),
+    "fma8.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "fma16.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c"),
     "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
     "pointwise.cpp": ("-mavx2", "-mfma", "-mf16c"),
     "linear_512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),

@@ -4,7 +4,11 @@ import pytest
 from attrs import evolve
 
 from mla_fx import StepShape, backends
+from mla_fx.backends.device import device
+from mla_fx.effects import LawError
 from mla_fx.models import Engine, MtpDrafter, Request, Runner
+from mla_fx.models.capture import Form
+from mla_fx.models.runner import Piece
 from tests.backends.ascend.steps import LATENT
 from tests.models.served import run
 from tests.setups import checkpoint, model_config
@@ -40,9 +44,30 @@ def test_texts_and_logprobs_are_the_same(emulator, drafts, quantization):
     _, right = served((), drafts, quantization)
     assert [request.new_tokens for request in found] == [request.new_tokens for request in right]
     assert [request.logprobs for request in found] == [request.logprobs for request in right]
-    kinds = [key[0] for key in runner.captures.members]
-    assert kinds[:3] == ["model"] * 3 and ("mtp" in kinds) == (drafts > 0)
-    assert {form.single for _, form, *_ in runner.captures.members} == ({True, False} if drafts else {True})
+    kinds, singles = ("model", "mtp") if drafts else ("model",), (True, False) if drafts else (True,)
+    forms = [Form(size, single) for size in (4, 2, 1) for single in singles]
+    assert [*runner.captures.members] == [(kind, form) for form in forms for kind in kinds]
+
+
+def test_one_block_of_scratch_for_all_that_is_known_before(emulator, monkeypatch):
+    """A step larger than any that was told of gets a block beside it; where the one there grows, the law refuses it."""
+    monkeypatch.setattr(device("npu"), "scratch", {})
+    runner = Runner.load(checkpoint(CONFIG), backends.get("ascend", ranks=2), shape=SHAPE, mtp=True, capture=(2,))
+    engine = Engine(runner=runner, chunk=16, drafter=MtpDrafter(runner))
+    engine.add([3] * 20, max_new_tokens=4)
+    assert sum(len(output.tokens) for output in run(engine)) == 4
+    blocks = runner.backend.device.scratch.values()
+    assert len(blocks) == 2 and not any(block.beside for block in blocks)
+
+    def fill(count: int) -> None:
+        runner.forward([[Piece(tokens=[1] * count, start=0, table=[0, 1])]], [[count - 1]], filling=True)
+
+    fill(32)
+    assert all(block.beside for block in blocks)
+    for block in blocks:
+        monkeypatch.setattr(block, "captured", False)
+    with pytest.raises(LawError, match=r"rule 10: replay model\d+ .* run model\d+ .* has made it grow"):
+        fill(64)
 
 
 def test_the_command_line(emulator, capsys):
@@ -50,7 +75,7 @@ def test_the_command_line(emulator, capsys):
     where = ("--model", str(checkpoint(CONFIG).directory), "--backend", "ascend", "--emulate", "--block-size", "16")
     sizes = ("--prompt", "5", "--steps", "4", "--ranks", "2", "--requests", "2")
     lines = {}
-    for capture in ((), ("--capture", "1,2,4")):
+    for capture in ((), ("--capture", "1,2,4"), ("--capture", "2", "--capture-contexts", "32")):
         status, out, _ = command(capsys, "decode", *where, *sizes, *capture)
         assert status == 0
         lines[capture] = [line for line in out.splitlines() if "deviation" in line]

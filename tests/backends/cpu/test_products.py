@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mla_fx.backends.cpu import products, quant_linear
-from tests.each import each
+from tests.cases import each
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WAYS = ("kernel", "torch", "torch, native", "oneDNN")

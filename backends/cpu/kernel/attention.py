@@ -1,0 +1,100 @@
+"""Attention by the compiled kernel, for the rules of `ops.HistoryAttention` and `ops.CurrentAttention`.
+
+Scores, softmax, accumulation and LSE are in float32, whatever the dtype.  The
+cache is read where it lies, block by block; what lengths do not reach is not
+read.  A row's bits depend on its request alone: not on what else is in the
+batch, nor on the number of threads.
+"""
+
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from mla_fx.backends.cpu import kernel
+
+#: As `Kind` in call.h.
+KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def serves(q_latent: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> bool:
+    """Whether there is a kernel for these queries and keys: float64 is not its own, nor are features with gaps."""
+    return (
+        kernel.engine() is not None
+        and q_latent.dtype in KINDS
+        and latent.stride(-1) == rope.stride(-1) == 1
+        and q_latent.numel() > 0
+    )
+
+
+def history(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_lengths: Sequence[int],
+    history_lengths: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [T, H, L] and LSE [T, H] in float32, as `ops.HistoryAttention` has them."""
+    strides = (*latent_cache.stride()[:2], *rope_cache.stride()[:2])
+    table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
+    blocks = (table.data_ptr(), table.stride(0), latent_cache.shape[1])
+    return _attend(q_latent, q_rope, latent_cache, rope_cache, strides, blocks, query_lengths, history_lengths, scale)
+
+
+def current(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    query_lengths: Sequence[int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [T, H, L] and LSE [T, H] in float32, as `ops.CurrentAttention` has them."""
+    strides = (0, latent.stride(0), 0, k_rope.stride(0))
+    return _attend(q_latent, q_rope, latent, k_rope, strides, (None, 0, 0), query_lengths, None, scale)
+
+
+def _attend(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    strides: tuple[int, ...],
+    blocks: tuple[Any, ...],
+    queries: Sequence[int],
+    keys: Sequence[int] | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q_latent, q_rope = q_latent.contiguous(), q_rope.contiguous()
+    tokens, heads, features = q_latent.shape
+    out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
+    new, cached = array("q", queries), None if keys is None else array("q", keys)
+    _function()(
+        *(kernel.ENGINES[kernel.engine() or ""], KINDS[q_latent.dtype]),
+        *(q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(), *strides, *blocks),
+        *(new.buffer_info()[0], None if cached is None else cached.buffer_info()[0]),
+        *(len(new), tokens, heads, features, q_rope.shape[2], scale),
+        *(out.data_ptr(), lse.data_ptr(), torch.get_num_threads()),
+    )
+    return out, lse
+
+
+@cache
+def _function() -> Any:
+    """`mla_fx_attend` of entry.cpp."""
+    library = kernel.library()
+    assert library is not None
+    pointer, number, long = "P", "i", "l"
+    kinds = (
+        number * 2 + pointer * 4 + long * 4 + pointer + long * 2 + pointer * 2 + long * 5 + "f" + pointer * 2 + number
+    )
+    function = library.mla_fx_attend
+    function.argtypes = [kernel.C_TYPES[kind] for kind in kinds]
+    function.restype = None
+    return function

@@ -1,0 +1,136 @@
+// Attention of fewer than 8 rows: lanes are features, keys are read where they lie, and softmax has keys in its lanes.
+//
+// So few rows do not fill the lanes of attend.h, and bringing a tile together would cost as much as they do.  Each key
+// is read from memory once, for its score, and from the cache again, for its latent.
+
+#pragma once
+#include "attend.h"
+
+namespace {
+
+constexpr int NARROW = 7, NARROW_TILE = 32;
+
+template <class T> struct Narrow {
+  Shape shape;
+  float *q, *s;  // [row][feature], [row][key of the tile]
+
+  static bool takes(Shape shape) { return shape.latent % (8 * LANES) == 0 && shape.rope % LANES == 0; }
+  static long floats(Shape shape) { return NARROW * long(shape.features() + NARROW_TILE); }
+  Narrow(float* memory, Shape shape) : shape(shape), q(memory), s(memory + NARROW * long(shape.features())) {}
+
+  void pack(const Rows<T>& rows) {
+    for (int row = 0; row < rows.count; row++) {
+      float* to = q + long(row) * shape.features();
+      for (int f = 0; f < shape.latent; f += LANES) store(to + f, load(rows.latent + long(row) * shape.latent + f));
+      for (int f = 0; f < shape.rope; f += LANES) store(to + shape.latent + f, load(rows.rope + long(row) * shape.rope + f));
+    }
+  }
+
+  // Scores of N keys with R rows from `row` on, to the tile's columns from k on.
+  template <int R, int N> INLINE void score(const T* const* latent, const T* const* rope, int row, int k) {
+    Floats acc[R][N] = {};
+    const float* own = q + long(row) * shape.features();
+    for (int part = 0; part < 2; part++) {
+      const T* const* from = part ? rope : latent;
+      for (int f = 0, n = part ? shape.rope : shape.latent; f < n; f += LANES) {
+        Floats c[N];
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) c[i] = load(from[i] + f);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          Floats x = load(own + long(r) * shape.features() + f);
+#pragma GCC unroll 4
+          for (int i = 0; i < N; i++) acc[r][i] += x * c[i];
+        }
+      }
+      own += shape.latent;
+    }
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < N; i++) s[(row + r) * NARROW_TILE + k + i] = sum(acc[r][i]);
+  }
+
+  template <int R> void scores(const T* const* latent, const T* const* rope, int n, int row) {
+    constexpr int N = R == 1 ? 4 : 2;
+    for (int k = 0; k < n; k += N) score<R, N>(latent + k, rope + k, row, k);
+  }
+
+  // Scores of a row to weights; what is behind n, and what the row does not see, gets none.
+  void softmax(int row, int n, int seen, float scale2, bool first, Sums sums) {
+    float* p = s + row * NARROW_TILE;
+    for (int k = seen < 0 ? 0 : least(seen, n); k < NARROW_TILE; k++) p[k] = -INF;
+    Floats high = all(-INF);
+    for (int k = 0; k < n; k += LANES) high = larger(load(p + k), high);
+    float top = largest(high) * scale2, before = 0;
+    if (!first) {
+      float old = sums.peak[row];
+      top = top > old ? top : old;
+      float shrink = exp2(old - top);
+      before = sums.total[row] * shrink;
+      float* o = sums.o + long(row) * shape.wide();
+      if (shrink != 1)
+        for (int d = 0; d < shape.latent; d += LANES) store(o + d, load(o + d) * shrink);
+    }
+    sums.peak[row] = top;
+    Floats total = {};
+    for (int k = 0; k < n; k += LANES) {
+      Floats x = exp2(load(p + k) * scale2 - top);
+      store(p + k, x);
+      total += x;
+    }
+    sums.total[row] = before + sum(total);
+  }
+
+  template <int R, int N> INLINE void value(const T* const* latent, int n, int row, int d, bool first, Sums sums) {
+    Floats acc[R][N];
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < N; j++) acc[r][j] = first ? Floats{} : load(sums.o + long(row + r) * shape.wide() + d + j * LANES);
+    for (int k = 0; k < n; k++) {
+      Floats c[N];
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) c[j] = load(latent[k] + d + j * LANES);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) acc[r][j] += s[(row + r) * NARROW_TILE + k] * c[j];
+    }
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < N; j++) store(sums.o + long(row + r) * shape.wide() + d + j * LANES, acc[r][j]);
+  }
+
+  template <int R> void values(const T* const* latent, int n, int row, bool first, Sums sums) {
+    constexpr int N = R == 1 ? 8 : R == 2 ? 4 : 2;
+    for (int d = 0; d < shape.latent; d += N * LANES) value<R, N>(latent, n, row, d, first, sums);
+  }
+
+  // As attend() of attend.h.
+  void attend(const Keys<T>& keys, long from, long to, const Rows<T>& rows, long heads, float scale, Sums sums) {
+    const T *latent[NARROW_TILE], *rope[NARROW_TILE];
+    for (long at = from; at < to; at += NARROW_TILE) {
+      int n = least(NARROW_TILE, to - at);
+      for (int k = 0; k < up_to(n, 4); k++) {  // scores are made by up to 4: the last key goes for those that are not
+        long key = at + least(k, n - 1);
+        latent[k] = keys.latent_of(key), rope[k] = keys.rope_of(key);
+      }
+      by_rows(rows.count, [&](int row, auto some) { scores<decltype(some)::count>(latent, rope, n, row); });
+      for (int row = 0; row < rows.count; row++)
+        softmax(row, n, heads ? (rows.first + row) / heads + 1 - at : n, scale / LN2, at == from, sums);
+      by_rows(rows.count, [&](int row, auto some) { values<decltype(some)::count>(latent, n, row, at == from, sums); });
+    }
+  }
+
+  void write(const float* o, float factor, T* out) const {
+    for (int d = 0; d < shape.latent; d += LANES) store(out + d, load(o + d) * factor);
+  }
+
+  template <int R> struct Count {
+    static constexpr int count = R;
+  };
+  template <class F> static INLINE void by_rows(int rows, F f) {  // 4 at a time, then 2, then 1
+    int row = 0;
+    for (; row + 4 <= rows; row += 4) f(row, Count<4>{});
+    if ((rows - row) & 2) f(row, Count<2>{}), row += 2;
+    if (row < rows) f(row, Count<1>{});
+  }
+};
+
+}  // namespace

@@ -1,0 +1,107 @@
+// Vectors of float32, as many lanes as the unit is compiled for, and numbers of 16 bits, which are widened on their way.
+//
+// Units are compiled for different instructions, so nothing here may be shared by them: all is in an unnamed namespace,
+// and no function of the standard library is used that a compiler may leave in a unit for all of them.
+
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+constexpr float INF = __builtin_inff(), LN2 = 0.69314718056f;
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+
+INLINE int least(int a, int b) { return a < b ? a : b; }
+INLINE long up_to(long n, long step) { return (n + step - 1) / step * step; }
+INLINE Floats all(float x) { return x - Floats{}; }
+
+template <class T, class V> INLINE V raw(const T* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+INLINE Floats load(const float* p) { return raw<float, Floats>(p); }
+INLINE Floats load(const Bf16* p) { return (Floats)(__builtin_convertvector((raw<Bf16, Halves>(p)), Words) << 16); }
+INLINE Floats load(const Fp16* p) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(raw<Fp16, __m256i>(p));
+#else
+  return (Floats)_mm256_cvtph_ps(raw<Fp16, __m128i>(p));
+#endif
+}
+
+INLINE void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
+INLINE void store(Bf16* p, Floats v) {  // to nearest, ties to even; NaN stays NaN
+  Words w = (Words)v, rounded = w + 0x7fff + (w >> 16 & 1), kept = v == v ? rounded : w | 0x400000;
+  Halves h = __builtin_convertvector(kept >> 16, Halves);
+  memcpy(p, &h, sizeof h);
+}
+INLINE void store(Fp16* p, Floats v) {
+#ifdef __AVX512F__
+  __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
+  memcpy(p, &h, sizeof h);
+}
+
+// The first `count` numbers of a vector whose others are 0, and back: what is left at the end of features.
+template <class T> INLINE Floats load_some(const T* p, int count) {
+  T some[LANES] = {};
+  memcpy(some, p, count * sizeof(T));
+  return load(some);
+}
+template <class T> INLINE void store_some(T* p, Floats v, int count) {
+  T some[LANES];
+  store(some, v);
+  memcpy(p, some, count * sizeof(T));
+}
+
+INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b where either is NaN
+INLINE float largest(Floats v) {
+  float m = v[0];
+  for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+  return m;
+}
+INLINE float sum(Floats v) {
+  float s[LANES];
+  store(s, v);
+  for (int n = LANES / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) s[i] += s[i + n];
+  return s[0];
+}
+
+// 2^x for x up to a little above 0: relative error 2e-7, exactly 1 at 0, 0 below -126, NaN for NaN.
+INLINE Floats exp2(Floats x) {
+  Floats shifted = x + 12582912.f, r = x - (shifted - 12582912.f);  // 1.5 * 2^23: the sum's low bits are round(x)
+  Floats y = r * 0.001326472731f + 0.009671512991f;
+  y = y * r + 0.05550733581f;
+  y = y * r + 0.2402224243f;
+  y = y * r + 0.6931470037f;
+  y = y * r + 1.f;
+  Floats scaled = (Floats)((Words)y + ((Words)shifted << 23));
+  return x < -126.f ? Floats{} : scaled;
+}
+INLINE float exp2(float x) { return exp2(all(x))[0]; }
+
+}  // namespace

@@ -1,0 +1,152 @@
+"""Decode attention on the CPU against what a user would write in torch, in turn in one run, as ratios.
+
+The torch pair is `mm`, `softmax`, `mm` into buffers that are kept, over keys
+gathered beforehand, latent beside rope: it reads no paged cache and gives no
+LSE.  Time is that of this thread on the processor, so others may use the machine
+too; all is run on one thread, but where threads are compared.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from attrs import define, field
+
+from mla_fx.backends import cpu
+from mla_fx.backends.device import Run
+from mla_fx.effects import ops
+
+LATENT, ROPE, BLOCK, SCALE = 512, 64, 128, 192**-0.5
+MIXED = (100, 4000, 1700, 700)
+#: Heads, and lengths of the requests.
+POINTS = [
+    (heads, (keys,) * requests)
+    for heads in (128, 16, 8, 1)
+    for requests, keys in ((1, 1024), (4, 1024), (16, 1024), (1, 8192), (4, 8192), (1, 32768))
+] + [(heads, MIXED) for heads in (128, 16, 8, 1)]
+
+
+@define(eq=False)
+class Case:
+    """Requests of so many cached keys and new tokens each, in blocks that follow each other or lie anywhere."""
+
+    heads: int
+    lengths: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    tokens: int = 1
+    scattered: bool = False
+    operands: tuple[Any, ...] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        need = [-(-keys // BLOCK) for keys in self.lengths]
+        order = (torch.randperm(sum(need), generator=draw) if self.scattered else torch.arange(sum(need))).int()
+        table = torch.zeros(len(need), max(need), dtype=torch.int32)
+        for row, blocks in zip(table, order.split(need), strict=True):
+            row[: len(blocks)] = blocks
+        rows = (len(need) * self.tokens, self.heads)
+        shapes = ((*rows, LATENT), (*rows, ROPE), (sum(need), BLOCK, LATENT), (sum(need), BLOCK, ROPE))
+        tensors = (torch.randn(shape, generator=draw).mul_(0.5).to(self.dtype) for shape in shapes)
+        self.operands = (*tensors, table, (self.tokens,) * len(need), self.lengths)
+
+    def ours(self) -> Callable[[], Any]:
+        """The rule of the CPU backend."""
+        rule, run = cpu.TABLE.rules[ops.HistoryAttention], Run(0)
+        return lambda: rule(*self.operands, run=run, scale=SCALE, workspace=ops.WORKSPACE)
+
+    def pair(self, dtype: torch.dtype | None = None) -> Callable[[], Any]:
+        """The torch pair, in this dtype."""
+        dtype = dtype or self.dtype
+        q_latent, q_rope, latent, rope, table, _, _ = self.operands
+        blocks = [row[: -(-n // BLOCK)].long() for row, n in zip(table, self.lengths, strict=True)]
+        keys = [
+            torch.cat((latent[b].flatten(0, 1)[:n], rope[b].flatten(0, 1)[:n]), 1).to(dtype)
+            for b, n in zip(blocks, self.lengths, strict=True)
+        ]
+        q = (torch.cat((q_latent, q_rope), 2) * SCALE).to(dtype).view(len(keys), -1, LATENT + ROPE)
+        scores, weights = (torch.empty(q.shape[1] * max(self.lengths), dtype=dtype) for _ in range(2))
+        out = torch.empty(*q.shape[:2], LATENT, dtype=dtype)
+
+        def call() -> torch.Tensor:
+            for b, own in enumerate(keys):
+                s, p = (t[: q.shape[1] * len(own)].view(-1, len(own)) for t in (scores, weights))
+                torch.mm(q[b], own.t(), out=s)
+                torch.softmax(s, -1, out=p)
+                torch.mm(p, own[:, :LATENT], out=out[b])
+            return out
+
+        return call
+
+
+def seconds(*functions: Callable[[], Any], turns: int = 7, least: float = 0.01) -> list[float]:
+    """Of a call of each on this thread, the median of turns that are at least so long."""
+    counts, spent = [], [[] for _ in functions]
+    for function in functions:
+        function()
+        start = time.thread_time()
+        function()
+        counts.append(max(1, int(least / max(time.thread_time() - start, 1e-9))))
+    for _ in range(turns):
+        for function, count, times in zip(functions, counts, spent, strict=True):
+            start = time.thread_time()
+            for _ in range(count):
+                function()
+            times.append((time.thread_time() - start) / count)
+    return [statistics.median(times) for times in spent]
+
+
+def points(dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
+    """Each point's name, and what is compared at it: "ours", "pair" and, in 16 bits, the "pair in float32"."""
+    for heads, lengths in POINTS:
+        case = Case(heads, lengths, dtype)
+        keys = f"{lengths[0]}" if len(set(lengths)) == 1 else f"{min(lengths)}..{max(lengths)}"
+        functions = {"ours": case.ours(), "pair": case.pair()}
+        if dtype != torch.float32:
+            functions["pair in float32"] = case.pair(torch.float32)
+        yield f"{heads} heads, {len(lengths)} x {keys}", functions
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_decode_attention_against_the_torch_pair(dtype: torch.dtype) -> None:
+    worst: dict[str, float] = {}
+    for name, functions in points(dtype):
+        ours, *others = seconds(*functions.values())
+        ratios = {other: time / ours for other, time in zip(list(functions)[1:], others, strict=True)}
+        print(f"{name:26}", *(f"{other}: {ratio:5.2f}" for other, ratio in ratios.items()), flush=True)
+        worst = {other: min(worst.get(other, 99), ratio) for other, ratio in ratios.items()}
+    assert worst["pair"] >= 0.9, worst
+
+
+def test_more_new_tokens_cost_less_each() -> None:
+    for heads in (16, 128):
+        cases = [Case(heads, (2048,), torch.bfloat16, tokens) for tokens in (1, 2, 4, 8)]
+        each = [time / case.tokens for case, time in zip(cases, seconds(*(c.ours() for c in cases)), strict=True)]
+        print(f"{heads} heads, a token of 1, 2, 4, 8:", *(f"{time / each[0]:.2f}" for time in each))
+        assert max(each[1:]) <= each[0] * 1.1
+
+
+def test_scattered_blocks_cost_little() -> None:
+    for heads in (1, 16, 128):
+        cases = [Case(heads, (8192,), torch.bfloat16, scattered=scattered) for scattered in (False, True)]
+        straight, scattered = seconds(*(case.ours() for case in cases))
+        print(f"{heads} heads, scattered to consecutive: {scattered / straight:.2f}")
+        assert scattered <= straight * 1.25
+
+
+def test_time_grows_linearly_with_history() -> None:
+    for heads in (1, 16, 128):
+        cases = [Case(heads, (keys,), torch.bfloat16) for keys in (2048, 8192, 32768)]
+        each = [time / case.lengths[0] for case, time in zip(cases, seconds(*(c.ours() for c in cases)), strict=True)]
+        print(f"{heads} heads, a key of 2k, 8k, 32k:", *(f"{time / each[0]:.2f}" for time in each))
+        assert max(each[1:]) <= each[0] * 1.4
