@@ -43,7 +43,7 @@ _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "fma8.cpp": ("-mavx2", "-mfma", "-mf16c"),
     "fma16.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c"),
     "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "pointwise.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "pointwise.cpp": ("-O3", "-mavx2", "-mfma", "-mf16c"),
     "linear_512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
 }
 

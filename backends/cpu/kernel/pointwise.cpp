@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -11,6 +12,10 @@ namespace {
 
 constexpr int LANES = 8, PIECE = 512;
 constexpr int64_t ALONE = 1 << 16;  // numbers below which threads are not worth waking
+
+const pid_t STARTED = getpid();  // in a child that was forked, OpenMP waits for threads that are not there
+
+int crew(int64_t numbers, int threads) { return numbers < ALONE || getpid() != STARTED ? 1 : threads; }
 
 struct BFloat16 {
   uint16_t bits;
@@ -43,7 +48,7 @@ struct Float32 {
 template <class T>
 void rms_norm(const T* x, int64_t x_row, const T* weight, T* out, int64_t rows, int64_t features, float epsilon,
               int threads) {
-#pragma omp parallel for num_threads(rows * features < ALONE ? 1 : threads)
+#pragma omp parallel for num_threads(crew(rows * features, threads))
   for (int64_t t = 0; t < rows; t++) {
     const T* row = x + t * x_row;
     float squares[LANES] = {}, total = 0;
@@ -59,7 +64,7 @@ void rms_norm(const T* x, int64_t x_row, const T* weight, T* out, int64_t rows, 
 
 template <class T>
 void swiglu(const T* x, int64_t x_row, T* out, int64_t rows, int64_t features, int threads) {
-#pragma omp parallel for num_threads(rows * features < ALONE ? 1 : threads)
+#pragma omp parallel for num_threads(crew(rows * features, threads))
   for (int64_t t = 0; t < rows; t++) {
     const T *gate = x + t * x_row, *up = gate + features;
     for (int64_t f = 0; f < features; f++) {
@@ -73,7 +78,7 @@ void swiglu(const T* x, int64_t x_row, T* out, int64_t rows, int64_t features, i
 template <class T>
 void rope(const T* x, int64_t x_row, int64_t x_head, const float* cosine, const float* sine, T* out, int64_t rows,
           int64_t heads, int64_t features, int threads) {
-#pragma omp parallel for num_threads(rows * heads * features < ALONE ? 1 : threads)
+#pragma omp parallel for num_threads(crew(rows * heads * features, threads))
   for (int64_t t = 0; t < rows; t++)
     for (int64_t h = 0; h < heads; h++) {
       const T* pairs = x + t * x_row + (h + 1) * x_head - features;
@@ -91,7 +96,7 @@ void rope(const T* x, int64_t x_row, int64_t x_head, const float* cosine, const 
 template <class T>
 void unpermute(const T* rows, int64_t row, const int32_t* source, const float* weights, T* out, int64_t tokens,
                int64_t top, int64_t features, int threads) {
-#pragma omp parallel for num_threads(tokens * features * top < ALONE ? 1 : threads)
+#pragma omp parallel for num_threads(crew(tokens * features * top, threads))
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t at = 0; at < features; at += PIECE) {
       const int64_t count = features - at < PIECE ? features - at : PIECE;
