@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ def together(options: argparse.Namespace) -> Iterator[None]:
 
     They are `options.layout` and `options.group`.  Without `--layout` and `--ranks` there is a rank for each process.
     """
+    keep_freed()
     if options.emulate:
         if options.backend != "ascend":
             raise InputError(f"--emulate: is for --backend ascend: got --backend {options.backend}")
@@ -38,6 +40,20 @@ def together(options: argparse.Namespace) -> Iterator[None]:
         return
     with joined(options.backend, options.timeout) as options.group:
         yield
+
+
+def keep_freed() -> bool:
+    """Let the process keep the memory that it frees, for its next step; whether its C library can be told to.
+
+    glibc gives large values back to the system when a step has dropped them, and the next step gets them anew, page by
+    page.  It is a setting of the whole process, so it is for programs, as commands are, and not for a library.
+    """
+    libc = ctypes.CDLL(None)
+    mmap_max, trim_threshold = (
+        -4,
+        -1,
+    )  # M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h: no mapping for a value, no trimming
+    return hasattr(libc, "mallopt") and bool(libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, -1))
 
 
 def _layout(options: argparse.Namespace, ranks: int) -> Layout:

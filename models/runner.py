@@ -390,14 +390,16 @@ class Runner:
 
     def _cache(self, layers: int) -> Any:
         shape = self.shape
-        caches = empty_cache(
-            self.config.attention,
-            blocks=shape.blocks,
-            block_size=shape.block_size,
-            dtype=DTYPES[self.backend.dtype or shape.dtype],
-            layers=layers,
-        )
-        return self.backend.put(caches)
+        # So a step runs in inference mode, which spares a small step's operators a fifth of their time: see `door`.
+        with torch.inference_mode():
+            caches = empty_cache(
+                self.config.attention,
+                blocks=shape.blocks,
+                block_size=shape.block_size,
+                dtype=DTYPES[self.backend.dtype or shape.dtype],
+                layers=layers,
+            )
+            return self.backend.put(caches)
 
     def _here(self, of_replicas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What each rank here takes of what there is for each replica."""

@@ -42,7 +42,7 @@ def texts(runner: Runner, drafts: int = 0, count: int = 4) -> list[list[int]]:
     return [request.new_tokens for request in asked]
 
 
-@pytest.mark.parametrize(("ranks", "drafts"), [(1, 0), (2, 0), (2, 2)])
+@pytest.mark.parametrize(("ranks", "drafts"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.soak), (2, 2)])
 def test_texts_are_those_of_the_dense_model(machine, monkeypatch, ranks, drafts):
     """With sizes that leave some decode steps eager; captured and eager steps share caches."""
     replays, replay = [], Graph.replay
