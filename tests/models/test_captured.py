@@ -140,8 +140,10 @@ def test_what_is_captured_is_held_against_the_law(machine, monkeypatch):
     later = _pairs(session(members, known=3))
     assert later >= {(a.name, b.name) for a in members for b in members if a not in members[:3] or b not in members[:3]}
     monkeypatch.setattr("mla_fx.models.capture.session", lambda members, known: less)
-    with pytest.raises(LawError, match="rule 9"):
-        runner(machine, capture=(2,)).ready()
+    broken = runner(machine, capture=(2,))
+    for use in (broken.ready, lambda: broken.forward([[Piece(tokens=[1], start=0, table=[0])]], [[0]], filling=False)):
+        with pytest.raises(LawError, match="rule 9"):
+            use()
 
 
 def test_hidden_states_are_taken_before_they_are_void(machine):

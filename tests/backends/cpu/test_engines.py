@@ -3,6 +3,8 @@
 The emulated processor is `emulated_simd.h`, which has a test of its own.  Speed is not shown here.
 """
 
+import ctypes
+import mmap
 import os
 import shutil
 import subprocess
@@ -47,6 +49,24 @@ def both(case: Case) -> None:
 def test_heads(engine: str, heads: int) -> None:
     """Panels of 16 and 32 rows, full and not; requests without keys or tokens; lengths about a tile."""
     both(Case(heads, (1, 1, 0, 1), (33, 0, 9, 257), torch.bfloat16, size=32, latent=64, rope=32))
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy behind which no memory can be read: who does is killed."""
+    room = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    area = mmap.mmap(-1, room + mmap.PAGESIZE)
+    behind = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(area)) + room)
+    assert ctypes.CDLL(None).mprotect(behind, mmap.PAGESIZE, 0) == 0
+    rows = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=room - tensor.nbytes)
+    return rows.view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33])
+def test_nothing_behind_the_operands_is_read(engine: str, tokens: int) -> None:
+    case = Case(8, (tokens,), (70,), torch.bfloat16, size=35, latent=32, rope=32)
+    case.q, case.caches = [guarded(q) for q in case.q], [guarded(cache) for cache in case.caches]
+    case.new = [guarded(new[:-1]) for new in case.new]
+    both(case)
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 96, 100, 512])
