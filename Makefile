@@ -21,7 +21,7 @@ decode: $(VENV)/.run  ## decode and compare with the float64 reference; ARGS="--
 generate: $(VENV)/.run  ## generate text; ARGS="--prompt '12 + 34 =' --drafts 2" and others: mla-fx generate --help
 	$(BIN)/mla-fx generate $(ARGS)
 
-test: $(VENV)/.test  ## the whole test suite; ARGS="-k combine" and others go to pytest
+test: $(VENV)/.test  ## the test suite, a sample of what is long; ARGS="-k combine" and others go to pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
@@ -38,7 +38,7 @@ bench-peers: $(VENV)/.test  ## install beside .venv's packages, for make bench, 
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/share/mla_fx/peers \
 	  "zentorch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])').*" deprecated wrapt
 
-soak: $(VENV)/.test  ## long random runs of the law and of the merged result, all of Ascend on each release of CANN
+soak: $(VENV)/.test  ## long random runs, whole products of parameters, all of Ascend on each release of CANN
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak --soak $(ARGS)
 
 clean:  ## remove .venv, builds and caches

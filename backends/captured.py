@@ -174,15 +174,15 @@ class Captured:
 
         avals = [put.aval for put in sent for _ in ranks]
         return cls(
-            program,
-            Writer(program, backend, prepared, captured=True).write(),
-            device,
-            place,
-            of(put for put in inputs if put.name in kept),
-            of(sent),
-            of(copied),
-            Staging.of(avals, device, stays=True) if avals else None,
-            _asks(program, backend, place) if updated else (),
+            program=program,
+            body=Writer(program, backend, prepared, captured=True).write(),
+            device=device,
+            place=place,
+            states=of(put for put in inputs if put.name in kept),
+            sent=of(sent),
+            copied=of(copied),
+            staging=Staging.of(avals, device, stays=True) if avals else None,
+            asks=_asks(program, backend, place) if updated else (),
         )
 
     def __call__(self, leaves: list[Any]) -> Sequence[Any]:

@@ -32,10 +32,11 @@ def rewrite(step: Step, match: Callable[[Step, Equation], Found | None]) -> Step
     A find is left alone where it would change what the step means: where a result that the whole does not give is
     needed elsewhere, where the whole writes other states than its parts, where parts overlap those of an earlier
     find, or where the last part cannot be issued in the place of all, since something between them needs a part's
-    result or touches what a part writes, or writes what a part reads.  Raises `StepError` for parts that are none.
+    result or touches what a part writes, or writes what a part reads.  Raises `StepError` for parts that are none, and
+    for a whole whose results are not of the shape and dtype that the parts' are.
     """
     place = {equation.results: index for index, equation in enumerate(step.equations) if equation.results}
-    moves = _Moves(step)
+    moves: _Moves | None = None
     gone: dict[int, Equation | None] = {}
     for index, equation in enumerate(step.equations):
         found = match(step, equation)
@@ -45,13 +46,17 @@ def rewrite(step: Step, match: Callable[[Step, Equation], Found | None]) -> Step
             if part.results not in place:
                 raise StepError(f"parts: each must be an equation of {step.name}: got '{part}'")
         parts = sorted(place[part.results] for part in found.parts)
+        moves = moves or _Moves(step)
         # Finds are checked one by one, in the order of the step as it was.  That is enough: where two finds change
         # places, one of them has a part between parts of the other, and is held against it there.
         if parts[-1:] == [index] and gone.keys().isdisjoint(parts) and moves.mean_the_same(parts, found.whole):
             gone.update(dict.fromkeys(parts[:-1]))
             gone[index] = found.whole
+    if not gone:
+        return step
     kept = (gone.get(index, equation) for index, equation in enumerate(step.equations))
-    return evolve(step, equations=tuple(equation for equation in kept if equation is not None))
+    new = [equation for equation in gone.values() if equation is not None]
+    return step.rewritten(tuple(equation for equation in kept if equation is not None), new)
 
 
 class _Moves:

@@ -118,6 +118,7 @@ class Step:
     equations: tuple[Equation, ...]
     outputs: tuple[str, ...]
     tree: Any = field(default=None, repr=False)
+    _avals: Mapping[str, Aval] | None = field(default=None, init=False, repr=False, eq=False)  # once they are known
 
     def __attrs_post_init__(self) -> None:
         known: set[str] = set()
@@ -126,14 +127,14 @@ class Step:
                 raise StepError(f"inputs: each name must be there once: got {put.name} twice")
             known.add(put.name)
         for equation in self.equations:
-            for name in equation.operands:
-                if name not in known:
-                    raise StepError(f"'{equation}': each operand must be an input or an earlier result: got {name}")
-            for what in ("operands", "results"):
-                declared, named = len(getattr(equation.op, what)), len(getattr(equation, what))
-                if declared != named:
-                    raise StepError(f"'{equation}': must name {declared} {what}: got {named}")
-            for name in equation.results:
+            op, operands, results = equation.op, equation.operands, equation.results
+            if not known.issuperset(operands):
+                name = next(name for name in operands if name not in known)
+                raise StepError(f"'{equation}': each operand must be an input or an earlier result: got {name}")
+            for what, declared, named in (("operands", op.operands, operands), ("results", op.results, results)):
+                if len(declared) != len(named):
+                    raise StepError(f"'{equation}': must name {len(declared)} {what}: got {len(named)}")
+            for name in results:
                 if name in known:
                     raise StepError(f"'{equation}': each result must have a name of its own: got {name} again")
                 known.add(name)
@@ -143,7 +144,25 @@ class Step:
 
     def avals(self) -> dict[str, Aval]:
         """Shape and dtype of every value, by the shape rules; raises `ShapeError`."""
-        return avals_of(self.inputs, self.equations)
+        if self._avals is None:
+            object.__setattr__(self, "_avals", avals_of(self.inputs, self.equations))
+        return dict(self._avals or {})
+
+    def rewritten(self, equations: tuple["Equation", ...], new: Iterable["Equation"]) -> "Step":
+        """The step with other equations, all of which it has but the `new` ones, whose results it had of others.
+
+        Raises `StepError` where these have other shapes or dtypes now.
+        """
+        avals = self.avals()
+        for equation in new:
+            given = equation.op.infer(*(avals[name] for name in equation.operands))
+            if given != tuple(avals[name] for name in equation.results):
+                had = ", ".join(str(avals[name]) for name in equation.results)
+                raise StepError(f"'{equation}': must give {had}, as its parts: got {', '.join(map(str, given))}")
+        made = evolve(self, equations=equations)
+        names = [put.name for put in self.inputs] + [name for one in equations for name in one.results]
+        object.__setattr__(made, "_avals", {name: avals[name] for name in names})
+        return made
 
     def __str__(self) -> str:
         found, lines, scope = self.avals(), [f"{{ {self.name}"], ""
@@ -372,11 +391,13 @@ def memory_of(inputs: Iterable[str], equations: Iterable[Applied]) -> dict[str, 
     view of, in the same memory."""
     root = {name: name for name in inputs}
     for equation in equations:
-        root.update((name, name) for name in equation.results)
-        for position, result in equation.op.written().items():
-            root[equation.results[result]] = root[equation.operands[position]]
-        for result, position in equation.op.viewed().items():
-            root[equation.results[result]] = root[equation.operands[position]]
+        op, operands, results = equation.op, equation.operands, equation.results
+        for name in results:
+            root[name] = name
+        for position, result in op.written().items():
+            root[results[result]] = root[operands[position]]
+        for result, position in op.viewed().items():
+            root[results[result]] = root[operands[position]]
     return root
 
 

@@ -72,7 +72,7 @@ them, to see what the law says to that.  Exit status 0: legal, 1: not.
 """
 _PROBE = """
 Ask an NPU what the Ascend backend builds on and only hardware can tell:
-fourteen points, each held against the host.  Prints versions and the
+seventeen points, each held against the host.  Prints versions and the
 environment, what holds, what does not, and what that means for the backend.
 Nothing is changed and nothing written but the report of --json; what the device
 refuses, or dies of, is an answer like any other.  Under torchrun every process

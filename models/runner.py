@@ -165,8 +165,9 @@ class Runner:
         them (None where that rank runs in another process), and the hidden states of every rank here.  `filling` says
         that the step fills in a prompt.
         """
-        if not self.captures.members:
+        if not self.captures.checked:
             self.ready()
+        self.captures.check()
         return self._forward(pieces, rows, filling, self._form("model", pieces, filling))
 
     def ready(self, *, drafts: bool | None = None, chunk: int | None = None) -> None:
@@ -263,6 +264,7 @@ class Runner:
         """
         if self.mtp is None:
             raise InputError("mtp: the runner must have the parameters of a prediction module: got None")
+        self.captures.check()
         self.captures.hold(hidden)
         fits = bool(self.capture) and hidden[0].shape[0] <= self.capture[0]
         form = self._form("mtp", pieces, filling) if fits else None

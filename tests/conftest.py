@@ -1,6 +1,25 @@
-"""Which tests run: soak and packaging tests only where they are asked for."""
+"""Which tests run, soak and packaging tests only where they are asked for; and where processes come from."""
+
+import gc
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.processes import Nursery
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """The garbage collector does not look at what tests are made of, which is most of all objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,3 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (left_out if any(item.get_closest_marker(kind) for kind in unasked) else chosen).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = chosen
+
+
+@pytest.fixture(scope="session")
+def processes() -> "Iterator[Nursery]":
+    """Where processes are forked from, one for all tests."""
+    from tests.processes import nursery  # with torch, which the process that deals out the tests need not load
+
+    with nursery() as made:
+        yield made

@@ -65,9 +65,10 @@ def attend(
         s.append(scale * math.fsum(a * b for a, b in pairs))
     if not s:
         return [0.0] * len(q_latent), -math.inf
-    lse = max(s) + math.log(math.fsum(math.exp(x - max(s)) for x in s))
-    weights = [math.exp(x - max(s)) for x in s]
+    most = max(s)
+    weights = [math.exp(x - most) for x in s]
     total = math.fsum(weights)
+    lse = most + math.log(total)
     latents = zip(*(c for c, _ in keys), strict=True)
     return [math.fsum(map(operator.mul, weights, column)) / total for column in latents], lse
 

@@ -7,6 +7,7 @@ A test gets what each rank returned or raised.  Ranks that are still there when
 the time is up are killed, by their ids.
 """
 
+import gc
 import os
 import pickle
 import selectors
@@ -25,6 +26,8 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 from attrs import field, frozen
+
+from mla_fx import backends
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -176,10 +179,13 @@ def main(*, emulated: str | None) -> None:
     """Load, then fork on demand."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints is no answer
+    for name in ("cpu", "reference"):
+        backends.get(name)  # each loads its modules when it is asked for
     if emulated:
         from mla_fx.backends.ascend import emulator
 
         emulator.load(cann=emulated)
     torch.set_num_threads(1)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    gc.freeze()  # what is here stays shared: a collection in a child would copy it all
     _serve(sys.stdin.buffer, answers)

@@ -188,5 +188,11 @@ class Setup:
 
     def compiled(self, backend: Backend, program: Program, *, unchecked: bool = False) -> Executable:
         """A program of the step, with the parameters of the ranks that run here."""
-        params = [self._params(rank, 0) for rank in backend.here]
+        params = [_kept(self, rank) for rank in backend.here]
         return backend.compile(program, backend.prepare(program, params), unchecked=unchecked)
+
+
+@lru_cache(maxsize=64)
+def _kept(given: Setup, rank: int) -> Any:
+    """Parameters that many programs are compiled with; nothing writes them."""
+    return given._params(rank, 0)

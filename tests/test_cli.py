@@ -10,9 +10,9 @@ import sys
 import pytest
 from attrs import evolve
 
-from mla_fx import cli, orchestrations
+from mla_fx import cli, models, orchestrations
 from mla_fx.cli import main
-from mla_fx.models import small_config, write_checkpoint
+from mla_fx.models import deepseek_v3_config, small_config, write_checkpoint
 from mla_fx.models.addition import DIRECTORY, problems
 from tests.backends.ascend.conftest import why_not
 from tests.test_imports import ROOT
@@ -61,7 +61,7 @@ def test_decode_stays_near_the_reference(capsys, dtype, limit, orchestration):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--interleave", "4", "--block-size", "8", "--ranks", "8", "--prompt", "70"),
+        ("--interleave", "4", "--block-size", "8", "--ranks", "4", "--prompt", "40"),
         ("--new-tokens", "3", "--replicate-query", "--mode", "conservative"),
         ("--adversary", "11", "--ranks", "1", "--prompt", "1"),
         ("--orchestration", "batch-pipelined", "--project-before-merge"),
@@ -327,12 +327,17 @@ COMMANDS = [command for command in COMMANDS if "--processes" not in command]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_examples_of_the_help_and_the_readme_run(capsys, mine, directory, command):
-    """Shortened to two steps; only leaving an effect out is illegal."""
+def test_examples_of_the_help_and_the_readme_run(capsys, mine, monkeypatch, directory, command):
+    """Shortened to two steps, and narrow on the emulated device; only leaving an effect out is illegal."""
     if ("--emulate" in command or "--device-trace" in command) and (reason := why_not()):
         pytest.skip(reason)
+    if "--device-trace" in command:
+        v3 = deepseek_v3_config()
+        narrow = evolve(v3, attention=evolve(v3.attention, hidden_size=256, q_lora_rank=128))
+        monkeypatch.setattr(models, "deepseek_v3_config", lambda: narrow)
     shutil.copytree(directory, "DIR")
-    arguments = shlex.split(command)[1:] + (["--steps", "2"] if "decode" in command else [])
+    short = ["--steps", "2", *(["--prompt", "20"] if "--model" in command else [])]
+    arguments = shlex.split(command)[1:] + (short if "decode" in command else [])
     status, out, err = run(capsys, *arguments)
     assert (status, "Traceback" in err) == ("--without" in command, False), err
     assert len(out.splitlines()) >= 1

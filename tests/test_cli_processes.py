@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,10 @@ from mla_fx.cli import main
 from mla_fx.cli_processes import launch
 from mla_fx.models.addition import problems
 from tests.commands import chatty, commanded
-from tests.processes import Nursery, nursery
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ("347 + 25 =", "9 + 4 =", "915 + 0 =")
 ASKED = ("generate", *(argument for prompt in PROMPTS for argument in ("--prompt", prompt)), "--dtype", "fp32")
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Nursery]:
-    with nursery() as made:
-        yield made
 
 
 def alone(capsys, *arguments: str) -> tuple[int, str, str]:

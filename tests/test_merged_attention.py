@@ -150,7 +150,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(deadline=None, max_examples=120, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=50, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases(), st.sampled_from(ANYWHERE), st.one_of(st.none(), st.integers(0, 10**6)))
 def test_any_split_is_the_whole(case, orchestration, seed):
     verify(case, orchestration, seed)

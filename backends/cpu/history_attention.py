@@ -1,7 +1,9 @@
 """CPU rule of `ops.HistoryAttention`: the compiled kernel, or plain torch where there is none or in float64.
 
 Plain, all heads of all tokens of a request are the rows of one matrix product,
-and the softmax over tiles is `mla_fx.backends.common.attention`'s.
+and the softmax over tiles is `mla_fx.backends.common.attention`'s.  torch's own
+flash kernel is no help: its exponential for 16 bits is a cubic, which puts the
+LSE off by 1e-5 to 4e-5, and with AVX2 it takes 1.2 to 3 times as long as tiles.
 """
 
 import math

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import frozen
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends import Backend, Executable
 from mla_fx.backends.meter import Metered
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import Aval, InputError, Op, Step, bind, schedule, trace
+from mla_fx.effects import Aval, InputError, Op, Program, Step, bind, schedule, trace
+from mla_fx.layout import Layout
 from tests.processes import Member
 from tests.setups import Setup
 
@@ -25,12 +28,36 @@ def alone(op: Op, operands: tuple[torch.Tensor, ...]) -> Step:
     return trace(lambda **values: bind(op, *values.values()), op.name, **avals)
 
 
-def decode(member: Member, *, name: str, setup: Setup, together: bool = False) -> list[list[torch.Tensor]]:
+@frozen
+class Asked:
+    """A step that is ready to run: made once, where the ranks of a group are asked for it, and not by each of them."""
+
+    layout: Layout
+    program: Program
+    params: list[Any]
+    arguments: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, setup: Setup) -> "Asked":
+        """The setup's own."""
+        program = schedule(setup.step, orchestrations.attention_aside)
+        return cls(setup.layout, program, setup.params(), setup.arguments())
+
+    def compiled(self, backend: Backend) -> Executable:
+        """With the parameters of the ranks that run here."""
+        own = [self.params[rank] for rank in backend.here]
+        return backend.compile(self.program, backend.prepare(self.program, own))
+
+    def own(self, backend: Backend) -> Any:
+        """The arguments of the ranks that run here."""
+        return backend.put([[of_ranks[rank] for rank in backend.here] for of_ranks in self.arguments], copy=True)
+
+
+def decode(member: Member, *, name: str, asked: Asked, together: bool = False) -> list[list[torch.Tensor]]:
     """Output and caches of one step, of each rank that runs here: this one's, or all where they are `together`."""
     group = {} if together else {"group": member.join("gloo")}
-    backend = backends.get(name, ranks=setup.layout, **group)
-    run = setup.compiled(backend, schedule(setup.step, orchestrations.attention_aside))
-    own = backend.put([[argument[rank] for rank in backend.here] for argument in setup.arguments()], copy=True)
+    backend = backends.get(name, ranks=asked.layout, **group)
+    run, own = asked.compiled(backend), asked.own(backend)
     return [pytree.tree_leaves(of_rank) for of_rank in zip(*run(*own), strict=True)]
 
 
@@ -132,9 +159,8 @@ def misfortune(member: Member) -> None:
     time.sleep(60)
 
 
-def metered(member: Member, *, setup: Setup) -> tuple[dict[Any, Any], int]:
+def metered(member: Member, *, asked: Asked) -> tuple[dict[Any, Any], int]:
     """What a step moves from this rank, by place, and the most that its values take."""
-    counting = Metered.of(backends.get("cpu", ranks=setup.layout, group=member.join("gloo")))
-    run = setup.compiled(counting, schedule(setup.step, orchestrations.attention_aside))
-    run(*counting.put([[argument[member.rank]] for argument in setup.arguments()], copy=True))
+    counting = Metered.of(backends.get("cpu", ranks=asked.layout, group=member.join("gloo")))
+    asked.compiled(counting)(*asked.own(counting))
     return dict(counting.meter.moved), counting.meter.values[member.rank]

@@ -15,9 +15,9 @@ from tests.backends.cuda.conftest import on_cuda as on_cuda  # with the machine 
 from tests.backends.standin import Machine, Stream
 from tests.backends.standin_graphs import Graph, Graphs, Updating
 from tests.backends.sums import RULES, SUMS, Plus, Twice, add, sums
+from tests.cases import pairwise
 from tests.setups import ANYWHERE, Setup
 
-each_orchestration = pytest.mark.parametrize("orchestration", ANYWHERE)
 GIVEN = Setup(tokens=4, requests=3)
 
 
@@ -74,9 +74,7 @@ def verify(given: Setup, backend: Backend, orchestration: str, count: int, seed:
                 one.copy_(other)
 
 
-@each_orchestration
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("layers", [None, 2])
+@pytest.mark.parametrize(*pairwise(orchestration=ANYWHERE, ranks=(1, 2, 4), layers=(None, 2)))
 def test_captured_is_what_is_run_launch_by_launch(on_cuda, orchestration, ranks, layers):
     given = evolve(GIVEN, ranks=ranks, layers=layers)
     verify(given, on_cuda(ranks), orchestration, count=4, seed=ranks)

@@ -4,6 +4,7 @@ The toy programs of `tests/effects/test_law_teeth.py` show it for random
 computations; here are the real operators, in one layer and in a stack.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -48,6 +49,7 @@ from mla_fx.effects import (
     violations,
 )
 from mla_fx.models import Loader, mtp_step
+from tests.cases import mostly_soak, pairwise
 from tests.setups import ANYWHERE, Setup, checkpoint, model_config
 
 
@@ -96,6 +98,13 @@ def late_write(setup: Setup) -> Step:
 KEYS_ASIDE = Orchestration("keys-aside", by_kind, streams=("keys", "side", "comm"))
 ORCHESTRATIONS = {**{name: orchestrations.NAMED[name] for name in ANYWHERE}, KEYS_ASIDE.name: KEYS_ASIDE}
 ONE, STACK = Setup(), Setup(layers=2)
+SETUPS = {
+    "layer": ONE,
+    "model": STACK,
+    "replicated query": Setup(replicate_query=True),
+    "four ranks": Setup(ranks=4),
+    "w8a8": Setup(layers=2, quantization="w8a8"),
+}
 
 
 def outputs(setup: Setup, program: Program, seed: int | None) -> list[torch.Tensor]:
@@ -122,14 +131,16 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))  # NaN is not equal to itself
 
 
-@pytest.mark.parametrize("mode", ["minimal", "conservative"])
-@pytest.mark.parametrize("name", ORCHESTRATIONS)
+#: Each with each orchestration and each mode, and all three in long runs.
+AXES = {"of": SETUPS, "name": ORCHESTRATIONS, "mode": ("minimal", "conservative")}
+
+
 @pytest.mark.parametrize(
-    "setup",
-    [ONE, STACK, Setup(replicate_query=True), Setup(ranks=4), Setup(layers=2, quantization="w8a8")],
-    ids=["layer", "model", "replicated query", "four ranks", "w8a8"],
+    ("of", "name", "mode"),
+    mostly_soak(itertools.product(*AXES.values()), pairwise(**{axis: [*values] for axis, values in AXES.items()})[1]),
 )
-def test_every_seed_gives_the_serial_bits(setup, name, mode):
+def test_every_seed_gives_the_serial_bits(of, name, mode):
+    setup = SETUPS[of]
     expected = outputs(setup, schedule(setup.step, orchestrations.serial), None)
     assert not any(t.isnan().any() for t in expected)
     program = schedule(setup.step, ORCHESTRATIONS[name], mode=mode)
@@ -166,10 +177,15 @@ def test_prediction_under_every_seed():
             assert equal(found(name, seed), expected), f"{name}, seed {seed}"
 
 
-@pytest.mark.parametrize("name", ["exchange-aside", "attention-aside", "keys-aside"])
-@pytest.mark.parametrize("setup", [ONE, STACK], ids=["layer", "model"])
-def test_nothing_can_be_left_out(setup, name):
-    nothing_can_be_left_out(setup, schedule(setup.step, ORCHESTRATIONS[name]))
+@pytest.mark.parametrize(
+    ("of", "name"),
+    mostly_soak(
+        itertools.product(["layer", "model"], ["exchange-aside", "attention-aside", "keys-aside"]),
+        [("layer", "exchange-aside"), ("layer", "keys-aside"), ("model", "attention-aside")],
+    ),
+)
+def test_nothing_can_be_left_out(of, name):
+    nothing_can_be_left_out(SETUPS[of], schedule(SETUPS[of].step, ORCHESTRATIONS[name]))
 
 
 def test_nothing_can_be_left_out_where_memory_is_kept():

@@ -1,6 +1,6 @@
 """One rank in each process on the host, over gloo: the CPU backend in a group, and what a group refuses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,17 +12,10 @@ from mla_fx.backends.meter import Metered, Tally
 from mla_fx.effects import Group, ops, schedule
 from mla_fx.effects.cost import on_the_wire
 from tests.backends import ranks as do
-from tests.processes import Nursery, nursery
 from tests.setups import Setup
 
 FOUR = Group("dcp", 4)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Nursery]:
-    with nursery() as made:
-        yield made
 
 
 STEPS = {
@@ -41,8 +34,9 @@ STEPS = {
 @pytest.mark.parametrize(("name", "given"), STEPS.values(), ids=STEPS)
 def test_step(processes, name, given):
     """The bits of all ranks in one process, on all ranks."""
-    (together,) = processes.run(do.decode, ranks=1, name=name, setup=given, together=True)
-    apart = processes.run(do.decode, ranks=given.ranks, name=name, setup=given)
+    asked = do.Asked.of(given)
+    (together,) = processes.run(do.decode, ranks=1, name=name, asked=asked, together=True)
+    apart = processes.run(do.decode, ranks=given.ranks, name=name, asked=asked)
     assert all(alike(found, wanted) for (found,), wanted in zip(apart, together, strict=True))
 
 
@@ -169,7 +163,7 @@ def test_a_meter_counts_in_a_group_what_it_counts_in_one_process(processes, layo
     metered = Metered.of(backends.get("cpu", ranks=layout))
     run = given.compiled(metered, schedule(given.step, orchestrations.attention_aside))
     run(*metered.put(given.arguments(), copy=True))
-    found = processes.run(do.metered, ranks=layout.size, setup=given)
+    found = processes.run(do.metered, ranks=layout.size, asked=do.Asked.of(given))
     apart = {place: tally for moved, _ in found for place, tally in moved.items()}
     assert apart.keys() == metered.meter.moved.keys()
     for place, tally in apart.items():  # a sum in rank order is two messages

@@ -5,23 +5,16 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from mla_fx.backends import PeerError
 from tests.backends import lost as do
-from tests.processes import ROOT, Nursery, nursery
+from tests.processes import ROOT
 
 TIMEOUT = 6.0
 #: More than the time-out, for processes that share two cores.
 LATE = 3.0
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Nursery]:
-    with nursery() as made:
-        yield made
 
 
 COLLECTIVES = [launch for launch in do.program().launches if launch.op.communicates]

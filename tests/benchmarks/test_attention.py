@@ -6,6 +6,7 @@ LSE.  Time is that of this thread on the processor, so others may use the machin
 too; all is run on one thread, but where threads are compared.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -194,3 +195,19 @@ def test_time_grows_linearly_with_history() -> None:
         each = [time / case.lengths[0] for case, time in zip(cases, seconds(*(c.ours() for c in cases)), strict=True)]
         print(f"{heads} heads, a key of 2k, 8k, 32k:", *(f"{time / each[0]:.2f}" for time in each))
         assert max(each[1:]) <= each[0] * 1.4
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_two_threads_do_it_in_little_more_than_half_the_time() -> None:
+    """In time on the clock, the least of many turns: others must leave both processors alone now and then."""
+    for heads in (16, 128):
+        function = Case(heads, (8192,), torch.bfloat16).ours()
+        least = {1: float("inf"), 2: float("inf")}
+        for _ in range(20):
+            for threads in least:
+                torch.set_num_threads(threads)
+                start = time.perf_counter()
+                function()
+                least[threads] = min(least[threads], time.perf_counter() - start)
+        print(f"{heads} heads, 8k: two threads are {least[1] / least[2]:.2f} times as fast as one")
+        assert least[1] / least[2] >= 1.5

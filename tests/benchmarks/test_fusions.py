@@ -1,6 +1,6 @@
 """What fusing a step costs before it runs: the time to lower, schedule and compile, and memory, with it and without.
 
-61 layers, two of them without experts, on the emulated device; measured in one run, in turn, as ratios.  What is
+61 layers of attention on the emulated device; CPU time of this thread, in one run and in turn, as ratios.  What is
 compiled takes its time by the launch, of which a fused step has fewer; the passes look at every layer.
 Run with `make bench`.
 """
@@ -20,7 +20,7 @@ from tests.backends.ascend.conftest import machine  # noqa: F401
 from tests.backends.ascend.steps import LATENT
 from tests.setups import Setup
 
-LAYERS, TURNS = 61, 2
+LAYERS, TURNS = 61, 5
 
 
 @frozen
@@ -39,9 +39,9 @@ class Compiled:
 
 
 def timed(function: Callable[..., Any], *given: Any) -> tuple[float, Any]:
-    start = time.perf_counter()
+    start = time.thread_time()
     result = function(*given)
-    return time.perf_counter() - start, result
+    return time.thread_time() - start, result
 
 
 def compiled(backend: Backend, step: Step, prepared: Any) -> Compiled:
@@ -53,7 +53,7 @@ def compiled(backend: Backend, step: Step, prepared: Any) -> Compiled:
 
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_fusions_save_what_they_take(benchmark, machine, ranks):  # noqa: F811
-    """Compiling a fused step takes at most half as long again as the step as it is takes, and no more memory."""
+    """Compiling a fused step takes as long as the step as it is, within a quarter for noise, and no more memory."""
     given = Setup(ranks=ranks, layers=LAYERS, dtype="bf16", config=LATENT, block_size=16)
     whole = backends.get("ascend", ranks=ranks)
     apart = whole.without_fusions(*fused.ALL)
@@ -69,6 +69,6 @@ def test_fusions_save_what_they_take(benchmark, machine, ranks):  # noqa: F811
             f"{one.scheduled:.2f} s, compiled in {one.compiled:.2f} s, values of {one.peak / 1e6:.3f} MB at most"
         )
     print(f"{ratio:.2f} of the time")
-    assert ratio <= 1.5
+    assert ratio <= 1.25
     assert best[0].launches < best[1].launches and best[0].peak <= best[1].peak
     benchmark.pedantic(compiled, (whole, step, ready[0][1]), rounds=1)

@@ -26,6 +26,7 @@ from mla_fx.effects import (
     schedule,
 )
 from mla_fx.effects.passes import defined, definition
+from mla_fx.effects.step import avals_of
 from tests.effects import toys
 from tests.effects.test_schedule import quick, settings
 from tests.effects.toys import Exchange, Fork, One, Scratch, Toy, Two, Update, X, put, step_of
@@ -262,6 +263,32 @@ def test_parts_are_equations_of_the_step():
     stranger = Equation(One(1), ("x",), ("nobody",))
     with pytest.raises(StepError, match="parts: each must be an equation of toy: got 'nobody = one x'"):
         rewrite(step_of(lambda x: bind(One(1), x)), lambda step, equation: Found((stranger,), stranger))
+
+
+class Column(Op):
+    """`a` [T] -> [T, 1], as no op of the toys."""
+
+    operands: ClassVar = {"a": "T"}
+
+    def shape_rule(self, axes, dtype):
+        return (Aval((axes["T"], 1), dtype),)
+
+
+def test_a_whole_has_the_shape_of_its_parts():
+    def wrong(step: Step, equation: Equation) -> Found | None:
+        return Found((equation,), evolve(equation, op=Column()))
+
+    step = step_of(lambda state, x: bind(One(1), x, names=("out",)))
+    with pytest.raises(StepError, match=r"'out = column x': must give fp64\[2\], as its parts: got fp64\[2, 1\]"):
+        rewrite(step, wrong)
+
+
+def test_a_rewritten_step_knows_what_its_values_are():
+    """Without asking every equation again; and where nothing is found it is the step itself."""
+    step = step_of(lambda state, x: bind(One(2), *bind(One(1), x)))
+    made = rewrite(step, lambda step, equation: Found((equation,), evolve(equation, op=One(7))))
+    assert made != step and made.avals() == avals_of(made.inputs, made.equations)
+    assert rewrite(step, lambda step, equation: None) is step
 
 
 def test_a_find_is_asked_of_its_last_part():

@@ -11,6 +11,7 @@ from mla_fx import StepShape, backends
 from mla_fx.models import Checkpoint, Engine, Runner
 from mla_fx.models.addition import DIRECTORY, held_out, problems
 from mla_fx.models.tokenizer import Tokenizer
+from tests.cases import mostly_soak
 from tests.test_imports import ROOT
 
 PROBLEMS = problems(100, seed=1)
@@ -42,9 +43,7 @@ def solved(precision: str, ranks: int) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize(
-    "precision", ["bf16", "W8A8", *(pytest.param(one, marks=pytest.mark.soak) for one in ("fp32", "fp16"))]
-)
+@pytest.mark.parametrize("precision", mostly_soak(PRECISIONS, ["bf16"]))
 def test_accuracy_is_high_and_does_not_depend_on_the_ranks(precision):
     one, eight = solved(precision, 1), solved(precision, 8)
     assert sum(one) == sum(eight) >= 98

@@ -14,6 +14,7 @@ import pytest
 
 from mla_fx import StepShape, backends
 from mla_fx.models import Checkpoint, Engine, MtpDrafter, Runner
+from tests.cases import mostly_soak
 from tests.models.served import random_prompts, small
 from tests.test_imports import ROOT
 
@@ -56,10 +57,13 @@ def changed(precision, way):
     return sum(one != other for one, other in pairs) / len(PROMPTS)
 
 
-@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.soak) for p in ("fp32", "W8A8"))])
-def test_texts_that_change(precision):
-    """In float32 `test_independence` has a bounded sample of it in every run."""
-    found = {way: changed(precision, way) for way in WAYS}
+@pytest.mark.parametrize(
+    ("precision", "ways"),
+    mostly_soak([*((p, (*WAYS,)) for p in PRECISIONS), ("bf16", ("ranks", "drafts"))], [("bf16", ("ranks", "drafts"))]),
+)
+def test_texts_that_change(precision, ways):
+    """In every run what the README says of bf16; in float32 `test_independence` has a bounded sample."""
+    found = {way: changed(precision, way) for way in ways}
     print(f"\n{precision}: " + ", ".join(f"{way} {share:.0%}" for way, share in found.items()))
     if precision == "fp32":
         assert not any(found.values())

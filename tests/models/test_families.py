@@ -232,7 +232,7 @@ def test_a_small_model_of_its_form(name, tmp_path):
     assert written.first_k_dense_replace == config.first_k_dense_replace
     heads = config.attention.num_attention_heads
     prompt = torch.randint(101, (PROMPT,), generator=torch.Generator().manual_seed(4)).tolist()
-    agree(model, *ours(tmp_path, prompt, 4 if heads == 20 else 2, 1, decoded=16))
+    agree(model, *ours(tmp_path, prompt, 4 if heads == 20 else 2, 1, decoded=6))
 
 
 def test_the_table_names_every_row():

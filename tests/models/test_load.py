@@ -20,6 +20,7 @@ from mla_fx.models import Checkpoint, CheckpointError, Loader, ModelConfig, writ
 from mla_fx.models.quantize import quantize_int8
 from mla_fx.models.weights import expected, model_avals, mtp_avals
 from mla_fx.parameters import Quantized, QueryLora
+from tests.cases import pairwise
 
 leaves = torch.utils._pytree.tree_leaves
 
@@ -256,9 +257,7 @@ def test_dtypes_are_converted(stored, dtype, tmp_path):
     assert rest == {DTYPES[dtype]}
 
 
-@pytest.mark.parametrize("quantization", [None, "w8a8"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(*pairwise(case=[*CASES], dtype=["bf16", "fp64"], quantization=[None, "w8a8"]))
 def test_leaves_are_what_programs_take(case, dtype, quantization, tmp_path):
     config, ranks = CASES[case]
     write_checkpoint(tmp_path, config)

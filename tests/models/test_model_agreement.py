@@ -1,12 +1,14 @@
-"""The whole model is transformers' model on the same checkpoint: prompt and 64 decoded positions, in float32.
+"""The whole model is transformers' model on the same checkpoint: prompt and decoded positions, in float32.
 
 transformers writes the checkpoint and runs the whole sequence at once; ours
 fills the prompt in chunks, then decodes position by position over shards and
 paged caches.  Every logit agrees to 1e-4 of the logits' root mean square, and
 every position's most likely token is the same, which is what greedy decoding
-takes: by induction both generate the same text.
+takes: by induction both generate the same text.  A form has a few decoded
+positions in every run, and 64 in long ones.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 from mla_fx import Layout, StepShape, backends
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.runner import Piece
+from tests.cases import mostly_soak
 from tests.models.test_attention_agreement import BASE, YARN
 
-PROMPT, DECODED, CHUNK = 37, 64, 16
+PROMPT, FEW, DECODED, CHUNK = 37, 12, 64, 16
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 V2 = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}
 #: Generation, what differs from `BASE` (4 heads, 4 experts in 2 groups, 1 dense layer of 2), ranks, interleave.
@@ -104,11 +107,13 @@ def ours(
     return tokens, torch.cat(logits)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_model_agrees(case, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "decoded"), mostly_soak(itertools.product(CASES, (FEW, DECODED)), ((case, FEW) for case in CASES))
+)
+def test_model_agrees(case, decoded, tmp_path):
     model = transformers_model(case, tmp_path)
     prompt = torch.randint(101, (PROMPT,), generator=torch.Generator().manual_seed(4)).tolist()
-    agree(model, *ours(tmp_path, prompt, *CASES[case][2:]))
+    agree(model, *ours(tmp_path, prompt, *CASES[case][2:], decoded=decoded))
 
 
 def agree(model: Any, tokens: list[int], found: torch.Tensor, *, first: int = 0) -> None:

@@ -95,7 +95,7 @@ def serve(directory, prompts, *, drafts, count=12, ranks=1, requests=2, chunk=32
     [
         ("random", 1, 32, False, 64),
         ("trained", 2, 5, True, 64),
-        ("random", 4, 3, False, 64),
+        pytest.param("random", 4, 3, False, 64, marks=pytest.mark.soak),
         ("trained", 2, 32, True, 6),
         ("random", 1, 7, True, 9),
     ],

@@ -1,5 +1,6 @@
 """From logits to a token: filters and penalties against transformers, draws against the distribution."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -13,6 +14,7 @@ from transformers.generation import logits_process as independent
 from mla_fx.effects import InputError
 from mla_fx.models import Sampling
 from mla_fx.models.sampling import FIELDS, Sampler, distribution, logprobs, noise
+from tests.cases import mostly_soak
 
 VOCABULARY = 40
 
@@ -92,10 +94,16 @@ def most(freedom):
     return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-@pytest.mark.parametrize("vary", ["seed", "position"])
+DRAWN = [
+    Sampling(temperature=0.5),
+    Sampling(temperature=1.0),
+    Sampling(temperature=2.0, top_k=9, top_p=0.9, min_p=0.02),
+]
+
+
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(temperature=0.5), Sampling(temperature=1.0), Sampling(temperature=2.0, top_k=9, top_p=0.9, min_p=0.02)],
+    ("sampling", "vary"),
+    mostly_soak(itertools.product(DRAWN, ["seed", "position"]), zip(DRAWN, ["seed", "position", "seed"], strict=True)),
     ids=str,
 )
 def test_draws_follow_the_distribution(sampling, vary):

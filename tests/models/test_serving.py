@@ -2,7 +2,6 @@
 
 import functools
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.models.served import oracle, random_prompts, small
 from tests.models.serving import Served, together
 from tests.models.test_attention_agreement import YARN
 from tests.models.test_model_agreement import WIDE, agree, written
-from tests.processes import Nursery, nursery
+from tests.processes import Nursery
 
 #: Models that transformers writes: generation, and what differs from the smallest.
 WRITTEN: dict[str, tuple[int, dict[str, Any]]] = {
@@ -53,12 +52,6 @@ def case(name: str, tp: int, dcp: int, dp: int, **given: Any) -> Served:
         prompts=random_prompts(5, longest=11, vocabulary=vocabulary, seed=tp + dp),
         **given,
     )
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Nursery]:
-    with nursery() as made:
-        yield made
 
 
 def same(processes: Nursery, served: Served, kind: str = "gloo") -> list[list[int]]:

@@ -167,16 +167,17 @@ def test_dropped_groups_are_dropped(rules):
 
 
 @each("count", [4, 12, 20, 37, 64, 160, 256])
-@each("tokens", [1, 3])
+@each("tokens", [1, 3, 50])
 @each("scoring", ["sigmoid", "softmax"])
 def test_of_equal_experts_the_lower_comes_first(rules, rng, count, tokens, scoring):
     """Whatever the logit, its score is the same in every place of a row and of the batch, to the last bit."""
     op, bias = ops.GatingTopK(top_k=count, scoring=scoring), wide(rules, np.zeros(count))
-    for logit in rng.standard_normal(50 // tokens):
-        weights, experts = rules(op, wide(rules, np.full((tokens, count), logit)), bias)
+    for _ in range(4):
+        logits = np.repeat(rng.standard_normal(-(-tokens // 3)), 3)[:tokens]  # each in up to three rows
+        weights, experts = rules(op, wide(rules, np.tile(logits[:, None], count)), bias)
         assert experts.tolist() == [list(range(count))] * tokens
         rules.close(weights, np.full((tokens, count), 1 / count))
-        assert torch.equal(weights, weights[:1, :1].expand(tokens, count))
+        assert torch.equal(weights, weights[::3, :1].repeat_interleave(3, 0)[:tokens].expand(tokens, count))
 
 
 @each("scoring", ["sigmoid", "softmax"])

@@ -40,16 +40,17 @@ class Shard:
         self.rope_cache = rules.tensor(np.full((len(order), size, rope), math.nan))
         self.table = torch.full((len(history), max(need, default=0) + 2), 2147480000, dtype=torch.int32)
         self.query, self.history, self.keys = query, history, []
-        blocks = iter(order.tolist())
+        first = 0
         for b, keys in enumerate(history):
-            rows = []
-            for j in range(keys):
-                if j % size == 0:
-                    self.table[b, j // size] = block = next(blocks)
-                self.latent_cache[block, j % size] = rules.random(rng, latent)
-                self.rope_cache[block, j % size] = rules.random(rng, rope)
-                rows.append((exact(self.latent_cache[block, j % size]), exact(self.rope_cache[block, j % size])))
-            self.keys.append(rows)
+            own = order[first : first + need[b]]
+            first += need[b]
+            self.table[b, : need[b]] = torch.as_tensor(own)
+            at = [(own[j // size], j % size) for j in range(keys)]
+            parts = rules.random(rng, keys, latent), rules.random(rng, keys, rope)
+            for cache, rows in zip((self.latent_cache, self.rope_cache), parts, strict=True):
+                for place, row in zip(at, rows, strict=True):
+                    cache[place] = row
+            self.keys.append(list(zip(*(exact(part).tolist() for part in parts), strict=True)))
         self.q_latent[sum(query) :] = math.nan  # padding
 
     def operands(self, layout=lambda t: t):
@@ -58,11 +59,11 @@ class Shard:
 
     def oracle(self, scale=SCALE):
         hist, lse = np.zeros(self.q_latent.shape), np.full(self.q_latent.shape[:2], -math.inf)
-        q_latent, q_rope = exact(self.q_latent), exact(self.q_rope)
+        q_latent, q_rope = exact(self.q_latent).tolist(), exact(self.q_rope).tolist()
         request = [b for b, new in enumerate(self.query) for _ in range(new)]
         for t, b in enumerate(request):
             for h in range(hist.shape[1]):
-                hist[t, h], lse[t, h] = attend(q_latent[t, h], q_rope[t, h], self.keys[b], scale)
+                hist[t, h], lse[t, h] = attend(q_latent[t][h], q_rope[t][h], self.keys[b], scale)
         return hist, lse
 
 

@@ -27,10 +27,15 @@ _ROWS, _COLUMNS = 16, 32  # of a block of 8-bit numbers
 _SINCE = (9, 1)
 
 
+def since(cann: tuple[int, int]) -> bool:
+    """Whether a release has the cast."""
+    return cann >= _SINCE
+
+
 def fractal(weight: torch.Tensor) -> torch.Tensor:
     """The form of an 8-bit weight [.., F, D], where the release has it and blocks are full: shaped as it was."""
     features, inner = weight.shape[-2:]
-    if release.cann() < _SINCE or not weight.numel() or inner % _ROWS or features % _COLUMNS:
+    if not since(release.cann()) or not weight.numel() or inner % _ROWS or features % _COLUMNS:
         return weight
     with _allowed():
         cast: torch.Tensor = torch.ops.npu.npu_format_cast(weight.transpose(-1, -2).contiguous(), _NZ)

@@ -364,6 +364,7 @@ class Machine:
 
         return kind(plan)
 
+    @torch.inference_mode()  # or what was issued in it could not be written
     def _run(self, number: int, phase: int, workspace: int | None, size: int) -> int:
         """What the device asks about an operator: see `device.h`."""
         try:

@@ -87,6 +87,8 @@ def find_pairs(step: Step, one: type[Op], pair: Op, takes: Takes) -> Step:
             waiting[x] = equation
         elif takes(pair, *(avals[name] for name in (*first.operands, *others))) is None:
             after[first.results] = equation
+    if not after:
+        return step
     moved = {equation.results for equation in after.values()}
     order: list[Equation] = []
     for equation in step.equations:

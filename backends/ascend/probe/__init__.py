@@ -1,4 +1,4 @@
-"""The first day on hardware: fourteen questions to an NPU, each held against the host.
+"""The first day on hardware: seventeen questions to an NPU, each held against the host.
 
     for found in run(site, POINTS): ...       # see `run`; `mla-fx probe` prints what it finds
 
@@ -10,7 +10,7 @@ and says what the release that is played is known to do.
 
 from typing import Final
 
-from mla_fx.backends.ascend.probe import attention, experts, group, products, programs
+from mla_fx.backends.ascend.probe import attention, eight, experts, group, products, programs
 from mla_fx.backends.ascend.probe.point import About as About
 from mla_fx.backends.ascend.probe.point import Case as Case
 from mla_fx.backends.ascend.probe.point import Found as Found
@@ -24,5 +24,7 @@ POINTS: Final[tuple[Point, ...]] = (
     *products.POINTS,
     *experts.POINTS,
     *group.POINTS,
-    *programs.POINTS,
+    *programs.POINTS[:2],
+    *eight.POINTS,
+    *programs.POINTS[2:],
 )

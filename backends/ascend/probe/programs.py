@@ -1,4 +1,4 @@
-"""Points 13 and 14: an event recorded again and again, and what the backend's own programs take of the device."""
+"""Points 13, 14 and 17: an event recorded again and again, what programs take of the device, and captured ones."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mla_fx import MlaConfig, Sharding, StepShape, attention_step, backends, orchestrations, plan_batch
-from mla_fx.backends.ascend.probe.compare import same
+from mla_fx.backends.ascend.probe.compare import drawn, same
 from mla_fx.backends.ascend.probe.point import Cann, Case, Outcome, Point, Site, Verdicts, failing, never
 from mla_fx.decode import attention_avals
 from mla_fx.dtypes import DTYPES
@@ -81,13 +81,20 @@ class _Layer:
         sizes: dict[str, Any] = {"tokens": tokens, "requests": tokens, "blocks": 2 * PROGRAMS, "table_width": 2}
         return StepShape(ranks=1, block_size=128, dtype="bf16", **sizes)
 
-    def compiled(self, tokens: int) -> tuple[Any, Any, Any]:
+    def compiled(self, tokens: int, *, capture: bool = False) -> tuple[Any, Any, Any]:
         """An executable, and its arguments beside the cache: half a block of history for each token's request."""
         step = self.backend.lower(attention_step(_CONFIG, self._shape(tokens)))
-        run = self.backend.compile(schedule(step, orchestrations.attention_aside), self.params)
-        batches = plan_batch(
+        run = self.backend.compile(schedule(step, orchestrations.attention_aside), self.params, capture=capture)
+        hidden = torch.ones(tokens, _CONFIG.hidden_size, dtype=torch.bfloat16)
+        return run, [self.backend.put(hidden)], self.batches([64] * tokens)
+
+    @staticmethod
+    def batches(history: list[int]) -> Any:
+        """A request for each of these lengths of history, with a new token each."""
+        tokens = len(history)
+        return plan_batch(
             Sharding(ranks=1, block_size=128),
-            history=[64] * tokens,
+            history=history,
             query=[1] * tokens,
             block_table=[[2 * b, 2 * b + 1] for b in range(tokens)],
             blocks=2 * PROGRAMS,
@@ -95,8 +102,6 @@ class _Layer:
             requests=tokens,
             table_width=2,
         )
-        hidden = torch.ones(tokens, _CONFIG.hidden_size, dtype=torch.bfloat16)
-        return run, [self.backend.put(hidden)], batches
 
 
 def _memory(site: Site) -> Outcome:
@@ -139,6 +144,30 @@ def _programs_mean(found: Verdicts, cann: Cann) -> str:
     return "Programs share one workspace: a further size costs its staged integers and results."
 
 
+def _captured(site: Site, histories: list[list[int]]) -> Outcome:
+    """Steps of a captured program beside the same launch by launch, each on a cache of its own: the same bits."""
+    layer, tokens = _Layer(site), len(histories[0])
+    runs = [layer.compiled(tokens, capture=capture)[0] for capture in (False, True)]
+    caches = [layer.backend.put(layer.cache, copy=True) for _ in runs]
+    for step, history in enumerate(histories):
+        hidden = layer.backend.put(drawn(tokens, _CONFIG.hidden_size, seed=33 + step))
+        (right,), (got,) = (
+            run(cache, [hidden], layer.batches(history))[0] for run, cache in zip(runs, caches, strict=True)
+        )
+        found = same(**{f"step {step}": (got, right.cpu())})
+        if found.verdict != "holds":
+            return found
+    return Outcome("holds", f"{len(histories) - 1} replays")
+
+
+def _captured_mean(found: Verdicts, cann: Cann) -> str:
+    if "other activations" in failing(found):
+        return "captured.py: programs must not be captured here: compile without capture=True."
+    if "other lengths" in failing(found):
+        return "captured.py: launches are not updated as they must be: capture only programs whose lengths stay."
+    return "Programs may be captured; their attention is updated from step to step."
+
+
 POINTS = (
     Point(
         13,
@@ -153,5 +182,15 @@ POINTS = (
         "one layer's attention of 16 heads, compiled for ten sizes: what they take of the device",
         (Case("memory of ten programs", _memory), Case("kernels of one layer", _kernels, never)),
         _programs_mean,
+    ),
+    Point(
+        17,
+        "captured graphs",
+        "one layer's attention as a graph, replayed: the bits of the same program launch by launch",
+        (
+            Case("other activations", lambda site: _captured(site, [[5, 64, 130]] * 3)),
+            Case("other lengths", lambda site: _captured(site, [[5, 64, 130], [6, 200, 131], [0, 7, 255]])),
+        ),
+        _captured_mean,
     ),
 )

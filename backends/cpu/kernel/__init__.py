@@ -6,7 +6,13 @@ another processor, there is no library, and rules take their plain torch form.
 
 | engine | products | needs |
 |---|---|---|
+| amx | bf16 pairs, in tiles | AMX for bf16, beside the next |
+| avx512_bf16 | bf16 pairs, 16 lanes | AVX-512 with its dot product of bf16 |
 | fma | float32, 8 or 16 lanes | AVX2, FMA and F16C, or AVX-512 |
+
+The first two serve bf16 whose features are multiples of 32, and leave the rest
+to the last.  They are tested over an emulated processor on any machine
+(`tests/backends/cpu/test_engines.py`); their speed was not measured.
 
 `MLA_FX_CPU_ENGINE` names a lower one than the processor has, or "torch" for
 the plain form.
@@ -30,20 +36,23 @@ from mla_fx.effects import InputError
 
 WHAT: Final = "the kernels of the CPU backend"
 #: Engines from the fastest on, and the bit that says in the library that the processor has one.
-ENGINES: Final = {"fma": 1}
+ENGINES: Final = {"amx": 4, "avx512_bf16": 2, "fma": 1}
 #: What arguments of a function are called in `argtypes` here: a pointer, an int, a long, a float.
 C_TYPES: Final[dict[str, Any]] = {"P": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float}
 CHOICE: Final = "MLA_FX_CPU_ENGINE"
 
 _HERE = Path(__file__).resolve().parent
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c")
 #: What is compiled, and for which instructions.
 _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "entry.cpp": (),
     "fma8.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "fma16.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c"),
+    "fma16.cpp": _AVX512,
+    "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
+    "amx.cpp": (*_AVX512, "-mavx512bf16"),  # the tiles' instructions are written out
     "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "linear_512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+    "linear_512.cpp": (*_AVX512, "-mavx512dq"),
 }
 
 

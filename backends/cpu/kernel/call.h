@@ -7,6 +7,7 @@
 #pragma once
 
 enum Kind { FLOAT32, BFLOAT16, FLOAT16 };
+enum Engine { FMA = 1, AVX512_BF16 = 2, AMX = 4 };
 
 struct Call {
   int kind;                                // of queries, keys and `out`
@@ -26,3 +27,5 @@ struct Call {
 // One for each set of instructions; a unit defines it by attend_all of divide.h.
 void attend_fma8(const Call&);
 void attend_fma16(const Call&);
+void attend_avx512_bf16(const Call&);  // for bf16, latent and rope multiples of 32
+void attend_amx(const Call&);          // likewise

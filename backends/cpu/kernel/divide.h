@@ -8,7 +8,6 @@
 #pragma once
 #include <omp.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "call.h"
 #include "narrow.h"
@@ -226,12 +225,10 @@ template <class T> INLINE void nothing(const Call& call, long begin, long end) {
   for (long i = begin; i < end; i++) call.lse[i] = -INF;
 }
 
-const pid_t STARTED = getpid();  // in a child that was forked, OpenMP waits for threads that are not there
-
 template <class E> void run(const Call& call) {
   static thread_local Room items, kept, mine;
   Shape shape = {int(call.latent), int(call.rope)};
-  Plan plan(call, getpid() == STARTED ? call.threads : 1, items);
+  Plan plan(call, call.threads, items);
   float* slots = kept.of<float>(plan.slots * Sums::floats(shape));
   long row = 0;
   for (long i = 0; i < plan.count; i++) {

@@ -5,14 +5,20 @@
 
 #pragma once
 #include <immintrin.h>
+#ifdef MLA_EMULATED  // by a test, which has that file
+#include "emulated_simd.h"
+#endif
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX512F__) || defined(MLA_EMULATED)
+#define MLA_SIXTEEN  // lanes
+#endif
 #define INLINE inline __attribute__((always_inline))
 
 namespace {
 
-#ifdef __AVX512F__
+#ifdef MLA_SIXTEEN
 constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
@@ -43,7 +49,7 @@ template <class T, class V> INLINE V raw(const T* p) {
 INLINE Floats load(const float* p) { return raw<float, Floats>(p); }
 INLINE Floats load(const Bf16* p) { return (Floats)(__builtin_convertvector((raw<Bf16, Halves>(p)), Words) << 16); }
 INLINE Floats load(const Fp16* p) {
-#ifdef __AVX512F__
+#ifdef MLA_SIXTEEN
   return (Floats)_mm512_cvtph_ps(raw<Fp16, __m256i>(p));
 #else
   return (Floats)_mm256_cvtph_ps(raw<Fp16, __m128i>(p));
@@ -57,7 +63,7 @@ INLINE void store(Bf16* p, Floats v) {  // to nearest, ties to even; NaN stays N
   memcpy(p, &h, sizeof h);
 }
 INLINE void store(Fp16* p, Floats v) {
-#ifdef __AVX512F__
+#ifdef MLA_SIXTEEN
   __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
   __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

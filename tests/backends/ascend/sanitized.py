@@ -1,4 +1,4 @@
-"""What torch_npu's own stream sanitizer says of programs: run as a process of its own, it prints a line of JSON a case.
+"""What torch_npu's own stream sanitizer says of programs: for a process of its own, `tests.backends.ascend.ranks`.
 
 The tool traces the whole process from where it is switched on.  It knows
 nothing of programs, law or machine: it follows streams, events, the allocator
@@ -6,8 +6,6 @@ and every operator that torch dispatches, and names two accesses that no event
 orders, and memory that is let go while another stream may use it.
 """
 
-import json
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -129,29 +127,23 @@ def legal() -> Iterator[tuple[str, Program, Setup]]:
         yield f"{name}, conservative", *program_of(name, 2, "conservative")
 
 
-def wanting() -> Iterator[tuple[str, Program, Setup]]:
-    """Named orchestrations for 2 ranks and a program that keeps memory, and some of these without each effect."""
-    given = setup("fp32")
-    whole = {"late-write": (schedule(late_write(given), write_aside), given)}
-    check(whole["late-write"][0])
-    whole |= {name: program_of(name, 2) for name in orchestrations.NAMED}
-    for name, (program, of) in whole.items():
+def wanting(*names: str) -> Iterator[tuple[str, Program, Setup]]:
+    """Named orchestrations for 2 ranks and a program that keeps memory, and each of these without each effect."""
+    for name in names:
+        if name == "late-write":
+            of = setup("fp32")
+            program = schedule(late_write(of), write_aside)
+            check(program)
+        else:
+            program, of = program_of(name, 2)
         yield name, program, of
         for index, effect in enumerate(program.effects):
-            if name in FAULTS and isinstance(effect, Keep | Wait | Record):
+            if isinstance(effect, Keep | Wait | Record):
                 yield f"{name} without '{effect}'", program.without(index), of
 
 
-#: Programs of which each effect is left out in turn.
-FAULTS = ("late-write", "exchange-aside", "attention-aside")
-
-
-def main(which: str) -> None:
-    """Print what the tool says of every case."""
+def told(*names: str) -> dict[str, list[Report]]:
+    """What the tool says of programs of these names, whole and wanting, by case; without names, of all legal ones."""
     handler = switched_on()
-    for name, program, given in {"legal": legal, "wanting": wanting}[which]():
-        print(json.dumps([name, reports(handler, program, given)]), flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    cases = wanting(*names) if names else legal()
+    return {name: reports(handler, program, given) for name, program, given in cases}

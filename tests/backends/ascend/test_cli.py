@@ -22,7 +22,7 @@ def test_decode(capsys, release):
         assert f"{prompt} {answer}\n" in out
 
 
-def test_generate(capsys, release):
+def test_generate(capsys, emulator):
     status, out, _ = run(capsys, "generate", "--prompt", PROMPTS[0], *ASCEND)
     assert status == 0 and texts(out) == [(PROMPTS[0], ANSWERS[0])]
 

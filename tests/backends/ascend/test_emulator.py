@@ -43,6 +43,12 @@ def test_a_missing_order_goes_wrong_and_a_right_one_never(emulator):
             assert all(results) is (waits and keeps)
 
 
+def test_what_is_issued_in_inference_mode_runs_outside_of_it(emulator):
+    with torch.inference_mode():
+        x = torch.ones(4, device="npu") + 1
+    assert x.cpu().tolist() == [2.0] * 4
+
+
 def test_nothing_runs_before_the_host_waits(emulator):
     with emulator.tracing() as trace:
         x = torch.ones(4, device="npu") + 1

@@ -1,15 +1,19 @@
 """All fusions of the Ascend table: the same bits by their definitions, near the same by their operators."""
 
+import itertools
+
 import pytest
 from torch.utils import _pytree as pytree
 
 from mla_fx import backends, orchestrations
 from mla_fx.backends import ascend
 from mla_fx.backends.ascend import fused
+from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
 from mla_fx.effects import Step, check, schedule
 from tests.backends.ascend.experts import Experts
 from tests.backends.ascend.steps import ascend as on_ascend
 from tests.backends.ascend.steps import equal, leaves, setup
+from tests.cases import mostly_soak
 from tests.setups import ANYWHERE, Setup
 
 STEPS = {
@@ -21,6 +25,7 @@ STEPS = {
     "two layers": {"layers": 2},
     "two layers, rounded angles, padding": {"layers": 2, "round_angles": True, "tokens": 5},
 }
+WHOLE = [*STEPS][-1]
 each_step = pytest.mark.parametrize("sizes", STEPS.values(), ids=STEPS)
 
 
@@ -56,11 +61,16 @@ def test_a_lowered_step_is_one_like_any_other(sizes):
         assert one(step) == step
 
 
-@each_step
-@pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_other_backends_run_it_by_its_definitions(name, sizes):
+@pytest.mark.parametrize(
+    ("name", "of"),
+    mostly_soak(
+        itertools.product(["reference", "cpu"], STEPS),
+        [*itertools.product(["cpu"], STEPS), ("reference", "8 bits"), ("reference", WHOLE)],
+    ),
+)
+def test_other_backends_run_it_by_its_definitions(name, of):
     """Bit for bit, on the hostile machine too."""
-    given = setup("bf16", **sizes)
+    given = setup("bf16", **STEPS[of])
 
     def found(step: Step, seed: int | None = None) -> list:
         backend = backends.get(name, ranks=2, adversary=seed)
@@ -73,10 +83,17 @@ def test_other_backends_run_it_by_its_definitions(name, sizes):
         assert equal(found(step, seed), expected), f"seed {seed}"
 
 
-@each_step
-def test_near_the_same_on_every_release(release, sizes):
+@pytest.mark.parametrize(
+    ("release", "of"),
+    mostly_soak(
+        itertools.product(RELEASES, STEPS),
+        [*itertools.product([NEWEST], STEPS), *itertools.product(RELEASES, ["8 bits"]), ("8.5", WHOLE), ("9.0", WHOLE)],
+    ),
+    indirect=["release"],
+)
+def test_near_the_same_on_every_release(release, of):
     """By the operators, against the parts by theirs, on one device: roundings apart."""
-    given, backend = setup("bf16", **sizes), on_ascend(2)
+    given, backend = setup("bf16", **STEPS[of]), on_ascend(2)
     apart = leaves(backend, schedule(given.step, orchestrations.attention_aside), given)
     whole = leaves(backend, schedule(backend.lower(given.step), orchestrations.attention_aside), given)
     for ours, theirs in zip(whole, apart, strict=True):

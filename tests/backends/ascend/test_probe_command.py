@@ -228,7 +228,7 @@ def test_an_unknown_release_of_cann_is_told():
 
 @pytest.mark.soak
 def test_under_torchrun(emulator, tmp_path):
-    """All fourteen points on two ranks, each with an emulated device of its own."""
+    """All seventeen points on two ranks, each with an emulated device of its own."""
     report = tmp_path / "report.json"
     words = [
         "-m",

@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from mla_fx.backends import Run, cpu, reference
+from mla_fx.backends.ascend.emulator.releases import RELEASES
 from mla_fx.effects import Group, ops
 from tests.backends.ascend.conftest import close, on_device, over_ranks, random, with_gaps
-from tests.cases import mostly_soak
+from tests.cases import mostly_soak, pairwise
 from tests.ops.conftest import Rules, fields
 
 pytestmark = pytest.mark.usefixtures("emulator")
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES, COUNTS = [torch.bfloat16, torch.float16, torch.float32], [0, 1, 3]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 sixteen_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-each_count = pytest.mark.parametrize("tokens", [0, 1, 3])
+each_count = pytest.mark.parametrize("tokens", COUNTS)
 #: Of caches with 12 rows; the last ones are more than that.
 SLOTS = [[3, -1, 0], [-1, -1, -1], [], [11, 7, 4], [*[-1] * 12, 5, -1, 3]]
 
@@ -73,19 +75,22 @@ def test_rms_norm_of_the_first_features(rng, dtype, tokens, epsilon):
     verify(ops.RmsNorm(epsilon), x, weight)
 
 
-@each_dtype
-@each_count
-@pytest.mark.parametrize(("nope", "latent"), [(128, 128), (16, 32), (6, 10)], ids=str)
-def test_absorb_query(rng, release, dtype, tokens, nope, latent):
+def of_all(**axes):
+    """With every release and dtype."""
+    return pytest.mark.parametrize(*pairwise(release=[*RELEASES], dtype=DTYPES, **axes), indirect=["release"], ids=str)
+
+
+@of_all(tokens=COUNTS, size=[(128, 128), (16, 32), (6, 10)])
+def test_absorb_query(rng, release, dtype, tokens, size):
+    nope, latent = size
     q, w_uk = random(rng, tokens, 3 * (nope + 4), dtype=dtype), random(rng, 3, nope, latent, dtype=dtype)
     q.view(tokens, 3, nope + 4)[..., nope:] = math.nan
     verify(ops.AbsorbQuery(rope=4), q, w_uk / nope**0.5)
 
 
-@each_dtype
-@each_count
-@pytest.mark.parametrize(("latent", "value"), [(128, 128), (32, 16), (10, 7)], ids=str)
-def test_v_up(rng, release, dtype, tokens, latent, value):
+@of_all(tokens=COUNTS, size=[(128, 128), (32, 16), (10, 7)])
+def test_v_up(rng, release, dtype, tokens, size):
+    latent, value = size
     w_uv = random(rng, 3, latent, value, dtype=dtype) / latent**0.5
     verify(ops.VUp(), random(rng, tokens, 3, latent, dtype=dtype), w_uv)
 
@@ -312,8 +317,7 @@ def test_combine_where_a_part_saw_no_key(rng, dtype, unseen, none):
     assert unseen != "everything" or not got.any()
 
 
-@each_dtype
-@pytest.mark.parametrize("ranks", [16, 31, 127, 128, 300])
+@of_all(ranks=[16, 31, 127, 128, 300])
 def test_combine_of_more_parts_than_the_operator_takes(rng, emulator, release, dtype, ranks):
     """In rounds, and rounded once: of the groups some saw no key at all, and one row was seen by nobody."""
     parts = Parts(rng, ranks, 2, 2, 8, dtype)

@@ -14,6 +14,7 @@ from mla_fx.effects import InputError, ops, schedule
 from mla_fx.models import model_step
 from mla_fx.passes import prefetch_weights
 from tests.backends.cuda.conftest import why_not
+from tests.cases import pairwise
 from tests.setups import ANYWHERE, Setup, model_config
 
 #: Several roundings in a row, each relative to values of size 1.
@@ -40,9 +41,7 @@ def verify(on_cuda, given, orchestration="attention-aside", **batch):
         assert torch.equal(got[first], got[rank])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-@pytest.mark.parametrize("orchestration", ANYWHERE)
-@pytest.mark.parametrize("dtype", ATOL)
+@pytest.mark.parametrize(*pairwise(dtype=[*ATOL], orchestration=ANYWHERE, ranks=(1, 2, 8)))
 def test_against_the_reference(on_cuda, dtype, orchestration, ranks):
     verify(on_cuda, Setup(dtype=dtype, ranks=ranks), orchestration)
 
@@ -66,9 +65,7 @@ def test_replicated_query(on_cuda):
     verify(on_cuda, Setup(ranks=4, replicate_query=True))
 
 
-@pytest.mark.parametrize("quantization", [None, "w8a8"])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize(*pairwise(dtype=("fp32", "fp64"), ranks=(1, 2), quantization=(None, "w8a8")))
 def test_whole_model(on_cuda, dtype, ranks, quantization):
     """Dense and with experts, three layers.  In 16 bits a rounding may choose another expert, so not here."""
     verify(on_cuda, Setup(dtype=dtype, ranks=ranks, layers=3, quantization=quantization))
@@ -92,9 +89,7 @@ def test_logits_of_some_tokens(on_cuda):
         torch.testing.assert_close(ours.double(), exactly, rtol=0, atol=ATOL["fp32"])
 
 
-@pytest.mark.parametrize("layers", [None, 3])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("orchestration", ANYWHERE[1:])
+@pytest.mark.parametrize(*pairwise(dtype=("bf16", "fp32"), orchestration=ANYWHERE[1:], layers=(None, 3)))
 def test_orchestrations_give_the_same_bits(on_cuda, dtype, orchestration, layers):
     given = Setup(dtype=dtype, ranks=4, layers=layers)
     serial = leaves(on_cuda(4), schedule(given.step, orchestrations.serial), given)

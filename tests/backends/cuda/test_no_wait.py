@@ -11,6 +11,7 @@ from mla_fx.effects import ops
 from mla_fx.effects.op import stem
 from tests.backends.bare import WaitError, Watch, ask
 from tests.backends.sizes import RANKS, TOKENS, Step, cases
+from tests.cases import each, pairwise
 from tests.ops.conftest import aval
 
 #: All but those that say that they wait.
@@ -35,25 +36,21 @@ def verify(op, step):
 
 
 @each_op
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
-@pytest.mark.parametrize("tokens", [0, 1, 64])
-def test_nothing_is_read_and_nothing_made_on_the_host(op, dtype, tokens):
-    for ranks in (1, 8):
-        verify(op, Step(ranks, tokens, dtype))
+@each(*pairwise(ranks=(1, 8), tokens=(0, 1, 64), dtype=("bf16", "fp16", "fp32", "fp64")))
+def test_nothing_is_read_and_nothing_made_on_the_host(op, ranks, tokens, dtype):
+    verify(op, Step(ranks, tokens, dtype))
 
 
 @pytest.mark.parametrize("op", OTHERWISE, ids=stem)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_what_only_a_gpu_is_asked(monkeypatch, op, dtype, tokens):
+@each(*pairwise(ranks=RANKS, tokens=TOKENS, dtype=("bf16", "fp16")))
+def test_what_only_a_gpu_is_asked(monkeypatch, op, ranks, tokens, dtype):
     """Sums in float32 where torch can be asked for them, and the grouped product."""
     monkeypatch.setattr(product, "widens", lambda x: x.dtype.itemsize == 2)
     monkeypatch.setattr(grouped_linear, "grouped_product_takes", lambda rows, _: rows.dtype == torch.bfloat16)
     wanted = {"aten::mm.dtype", "aten::bmm.dtype"}
     if op is ops.GroupedLinear and dtype == "bf16":
         wanted = {"aten::_grouped_mm.default"}
-    for ranks in RANKS:
-        assert len(wanted.intersection(verify(op, Step(ranks, tokens, dtype)))) == 1
+    assert len(wanted.intersection(verify(op, Step(ranks, tokens, dtype)))) == 1
 
 
 @each_op

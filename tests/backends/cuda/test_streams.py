@@ -7,9 +7,8 @@ import pytest
 from mla_fx import orchestrations
 from mla_fx.backends import Collective, RunError, cuda
 from mla_fx.effects import Drop, InputError, Keep, Launch, Record, Stage, Wait, schedule
+from tests.cases import pairwise
 from tests.setups import ANYWHERE, Setup
-
-each_orchestration = pytest.mark.parametrize("orchestration", ANYWHERE)
 
 
 class Observed:
@@ -69,10 +68,9 @@ def expected(program, ranks):
     return [*log, "on caller"]
 
 
-@each_orchestration
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("layers", [None, 3])
-@pytest.mark.parametrize("mode", ["minimal", "conservative"])
+@pytest.mark.parametrize(
+    *pairwise(orchestration=ANYWHERE, ranks=(1, 2, 4), layers=(None, 3), mode=("minimal", "conservative"))
+)
 def test_every_effect_is_one_call_in_order(machine, orchestration, ranks, layers, mode):
     """Conservative programs keep what crosses streams; minimal ones drop it where order protects it."""
     given = Setup(ranks=ranks, layers=layers)
