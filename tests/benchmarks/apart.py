@@ -8,6 +8,7 @@ formula, and then calls it as often as it is asked to and says how long that too
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -89,6 +90,7 @@ def main() -> None:
     threads = sizes.pop("threads")
     torch.set_num_threads(threads)
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a peer prints
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks is told, and ends this by closing the pipe
     clock = time.thread_time if threads == 1 else time.perf_counter
     with torch.no_grad():
         call = {"zentorch": zentorch}[peer](**sizes)
