@@ -14,6 +14,8 @@ from mla_fx.backends.cpu import (
     absorb_query,
     combine,
     current_attention,
+    expanded_attention,
+    fused,
     gate_logits,
     grouped_linear,
     history_attention,
@@ -39,6 +41,7 @@ TABLE: Final = Table(
         ops.AbsorbQuery: absorb_query.rule,
         ops.Combine: combine.rule,
         ops.CurrentAttention: current_attention.rule,
+        ops.ExpandedAttention: expanded_attention.rule,
         ops.GateLogits: gate_logits.rule,
         ops.GroupedLinear: grouped_linear.rule,
         ops.HistoryAttention: history_attention.rule,
@@ -60,4 +63,4 @@ TABLE: Final = Table(
         ops.QuantGroupedLinear: {"weight": products.packed},
         ops.QuantLinear: {"weight": products.packed},
     },
-)
+).with_fusions(*fused.ALL)
