@@ -33,7 +33,7 @@ def check_results(
         raise ContractError(f"a rule must give its {len(avals)} results as a tuple: got {got}")
     versions = {result: operands[position] for position, result in launch.op.written().items()}
     views = {result: operands[position] for result, position in launch.op.viewed().items()}
-    held = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, torch.Tensor) and x.numel()}
+    held = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, torch.Tensor) and _has_memory(x)}
     held = set() if spent else held
     for k, (name, result, aval) in enumerate(zip(launch.op.results, results, avals, strict=True)):
         if not isinstance(result, torch.Tensor) or result.dtype != DTYPES[aval.dtype] or result.shape != aval.shape:
@@ -57,6 +57,11 @@ def check_results(
         if start < end:
             one, other = (launch.op.results[k] for k in sorted((first, second)))
             raise ContractError(f"{other}: must have memory of its own: got memory that {one} lies in too")
+
+
+def _has_memory(operand: torch.Tensor) -> bool:
+    """Whether a tensor has memory that another can lie in: one that a library has packed, out of sight, has none."""
+    return bool(operand.numel()) and operand.layout is torch.strided
 
 
 def _inside(result: torch.Tensor, source: Any) -> bool:

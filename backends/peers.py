@@ -355,6 +355,8 @@ def _let_run_out() -> None:
     """Never wait for what the groups of this process still have to do.
 
     gloo cannot be told to give up a collective, and the end of a group, as at the end of the process, waits for it.
+    In torch 2.13 `abort` and `shutdown` of a gloo group return at once and change nothing: behind both, with a
+    collective that a rank never came to, the last reference to the group still waited.  So one is kept for good.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -46,8 +46,8 @@ class Prepared:
         if kept is not None:
             wanted = "as it is" if form is None else f"as {form.__name__}"
             raise InputError(
-                f"{put.name}: is kept as {kept.__name__} alone, since all of what it was prepared for wants it so; "
-                f"prepare parameters with the step that is compiled: got a program that wants it {wanted}"
+                f"{put.name}: must be prepared by the backend that compiles, for the step that it compiles, which "
+                f"wants it {wanted}: got it kept as {kept.__name__} alone, as its own backend and step want it"
             )
         assert form is not None
         if (put.name, form) not in self._forms:

@@ -28,6 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--packaging", action="store_true", help="build and install the package in several ways")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The kernels are compiled, where they are not yet, before a test reads what a process says."""
+    deals_out = bool(session.config.getoption("numprocesses", None)) and not hasattr(session.config, "workerinput")
+    if not deals_out:
+        from mla_fx.backends.cpu import kernel  # with torch, which the process that deals out the tests need not load
+
+        kernel.library()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     unasked = [kind for kind in ("soak", "packaging") if not config.getoption(f"--{kind}")]
     chosen: list[pytest.Item] = []

@@ -5,6 +5,7 @@ other half is computed, and no more of it is ever there than a tile.
 """
 
 import math
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,15 @@ from mla_fx.effects import Group
 
 #: Queries of a tile.
 TILE = 128
+
+
+class Attend(Protocol):
+    """Softmax over keys and values of every head; see `attend`."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE."""
 
 
 def rule(
@@ -32,6 +42,23 @@ def rule(
     workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys, values, scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
+    return by_request(attend, q, q_rope, latent, k_rope, w_uk, w_uv, query_lengths, run=run, scale=scale)
+
+
+def by_request(
+    attend: Attend,
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    query_lengths: tuple[int, ...],
+    *,
+    run: Run,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule, with a softmax of somebody's own."""
     tokens, heads, rope = q_rope.shape
     every, nope, _ = w_uk.shape
     kind = wide(q.dtype)
@@ -42,16 +69,39 @@ def rule(
     end = 0
     for length in query_lengths:
         start, end = end, end + length
-        if not length:
-            continue
-        keys, ropes = (part[start:end].to(kind).expand(heads, -1, -1) for part in (latent, k_rope))
-        k, v = torch.cat([torch.bmm(keys, up_k.mT), ropes], 2), torch.bmm(keys, up_v)
-        for first in range(start, end, TILE):
-            last = min(first + TILE, end)
-            queries = torch.cat([q[first:last], q_rope[first:last]], 2).to(kind).transpose(0, 1)
-            scores = torch.bmm(queries, k[:, : last - start].mT).mul_(scale)
-            seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril_(first - start)
-            scores.masked_fill_(~seen, -math.inf)
-            cur[first:last] = torch.bmm(scores.softmax(2), v[:, : last - start]).transpose(0, 1)
-            lse[first:last] = scores.logsumexp(2).t()
+        if length:
+            rows = slice(start, end)
+            k, v = expanded(latent[rows].to(kind), k_rope[rows].to(kind), up_k, up_v)
+            queries = torch.cat([q[rows], q_rope[rows]], 2).to(kind).transpose(0, 1)
+            out, sums = attend(queries, k, v, scale=scale, causal=True)
+            cur[rows] = out.transpose(0, 1)
+            lse[rows] = sums.t()
     return cur, lse
+
+
+def expanded(
+    latent: torch.Tensor, k_rope: torch.Tensor, up_k: torch.Tensor, up_v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [N, m, P + R] and values [N, m, V] of `latent` [m, L] and `k_rope` [m, R]: see `ops.ExpandedAttention`."""
+    keys, ropes = (part.expand(len(up_k), -1, -1) for part in (latent, k_rope))
+    return torch.cat([torch.bmm(keys, up_k.mT), ropes], 2), torch.bmm(keys, up_v)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`q` [N, n, F], `k` [N, m, F], `v` [N, m, V] -> output [N, n, V] and natural LSE [N, n].
+
+    `causal`: query i takes the keys up to i.
+    """
+    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+    for first in range(0, q.shape[1], TILE):
+        last = min(first + TILE, q.shape[1])
+        seen = last if causal else k.shape[1]
+        scores = torch.bmm(q[:, first:last], k[:, :seen].mT).mul_(scale)
+        if causal:
+            mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril_(first)
+            scores.masked_fill_(~mask, -math.inf)
+        out[:, first:last] = torch.bmm(scores.softmax(2), v[:, :seen])
+        lse[:, first:last] = scores.logsumexp(2)
+    return out, lse

@@ -55,6 +55,11 @@ def compiled(dtype: torch.dtype) -> bool:
     return (dtype == torch.float32 or not has(dtype)) and kernel.engine() is not None
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs matrices of a dtype: where it multiplies 16 bits as they are."""
+    return dtype in (torch.bfloat16, torch.float16) and has(dtype)
+
+
 # --- forms -------------------------------------------------------------------
 
 
@@ -66,9 +71,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     if compiled(weight.dtype):
         pairs = 2 if weight.dtype == torch.int8 else 1
         return _panels(weight, pairs) if features % PANEL == 0 and depth % pairs == 0 else weight
-    if weight.dim() == 2 and weight.dtype in (torch.bfloat16, torch.float16) and has(weight.dtype):
-        return one_dnn(weight)
-    return weight
+    return one_dnn(weight) if weight.dim() == 2 and packs(weight.dtype) else weight
 
 
 def one_dnn(weight: torch.Tensor) -> torch.Tensor:

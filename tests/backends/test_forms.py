@@ -76,11 +76,15 @@ def test_what_is_fetched_is_what_is_read():
     assert fetched[0] is read[0] is prepared.leaves[NAME][0]
 
 
-def test_a_program_that_wants_another_form_is_refused():
-    made, *_ = backend()
+def test_what_is_kept_in_a_form_is_for_whom_it_was_prepared():
+    """Another step, or a backend without that form as a hostile machine is: both have to prepare their own."""
+    (made, *_), (hostile, *_) = backend(), backend(seed=0)
     prepared = made.prepare(step(), [{"w": VALUES["w"]}])
-    with pytest.raises(
-        InputError, match=r"^params\['w'\]: is kept as halved alone, .*: got a program that wants it as it is$"
-    ):
-        ran(made, step(twice=True), prepared)
+    message = (
+        r"^params\['w'\]: must be prepared by the backend that compiles, for the step that it compiles, which wants it "
+        r"as it is: got it kept as halved alone, as its own backend and step want it$"
+    )
+    for other, described in ((made, step(twice=True)), (hostile, step())):
+        with pytest.raises(InputError, match=message):
+            ran(other, described, prepared)
     ran(made, step(), prepared)

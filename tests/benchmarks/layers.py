@@ -5,6 +5,7 @@ it forgets again: the same work at every call.
 """
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from transformers import DeepseekV3Config, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
 from mla_fx import Sharding, StepShape, backends, orchestrations
+from mla_fx.backends import Backend
 from mla_fx.backends.cpu import products
 from mla_fx.decode import angles_of, batch_avals, cache_avals, plan_step, weight_avals
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import Aval, parameters, schedule, trace
+from mla_fx.effects import Aval, Step, parameters, schedule, trace
 from mla_fx.models import ModelConfig
 from mla_fx.models.stack import decoder_layer
 from mla_fx.models.weights import layer_weights
@@ -76,6 +78,13 @@ class Case:
             dtype=self.dtype,
         )
 
+    def alone(self, request: int) -> "Case":
+        """One of the requests, with the same weights."""
+        one = copy(self)
+        one.requests, only = 1, slice(request, request + 1)
+        one.latent, one.rope, one.hidden = self.latent[only], self.rope[only], self.hidden[only]
+        return one
+
     def bytes(self) -> int:
         """What a step must read: the history, and the weights, of experts those that are chosen by some token."""
         chosen = self.config.moe.num_experts_per_tok * self.requests
@@ -87,15 +96,28 @@ class Case:
         return rest + int(used * sum(one.nbytes for one in routed)) + keys
 
 
-def ours(case: Case) -> Callable[[], torch.Tensor]:
-    """Compiled; the new token's rows are written over at every call."""
+def ours(case: Case, backend: Backend | None = None) -> Callable[[], torch.Tensor]:
+    """Compiled, for the CPU or another backend; the new token's rows are written over at every call."""
+    backend = backend or backends.get("cpu")
+    program = schedule(backend.lower(step_of(case)), orchestrations.serial)
+    run = backend.compile(program, backend.prepare(program, [case.params]))
+    cache = backend.put(Cache(*(part.flatten(0, 1) for part in (case.latent, case.rope))), copy=True)
+    table = torch.arange(case.shape.blocks).view(case.requests, -1).tolist()
+    history, query = [case.history] * case.requests, [1] * case.requests
+    (batch,) = plan_step(Sharding(block_size=BLOCK), case.shape, history=history, query=query, block_table=table)
+    hidden = backend.put(case.hidden)
+    return lambda: run([cache], [hidden], [batch])[0][0]
+
+
+def step_of(case: Case) -> Step:
+    """The layer as a step: `(params, cache, hidden, batch) -> (hidden, cache)`."""
     config, shape = case.config, case.shape
 
     def layer(params: Any, cache: Any, hidden: Any, batch: Any) -> Any:
         angles = angles_of(batch, hidden, config=config.attention, shape=shape)
         return decoder_layer(hidden, params, cache, angles, batch, config=config, shape=shape)
 
-    step = trace(
+    return trace(
         layer,
         "layer",
         params=parameters(weight_avals(layer_weights(config, 0), shape)),
@@ -103,14 +125,6 @@ def ours(case: Case) -> Callable[[], torch.Tensor]:
         hidden=Aval((shape.tokens, config.attention.hidden_size), shape.dtype),
         batch=batch_avals(shape),
     )
-    backend = backends.get("cpu")
-    program = schedule(backend.lower(step), orchestrations.serial)
-    run = backend.compile(program, backend.prepare(program, [case.params]))
-    cache = Cache(*(part.flatten(0, 1).clone() for part in (case.latent, case.rope)))
-    table = torch.arange(shape.blocks).view(shape.requests, -1)
-    history, query = [case.history] * case.requests, [1] * case.requests
-    (batch,) = plan_step(Sharding(block_size=BLOCK), shape, history=history, query=query, block_table=table.tolist())
-    return lambda: run([cache], [case.hidden], [batch])[0][0]
 
 
 @define(eq=False)

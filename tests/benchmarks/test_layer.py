@@ -53,10 +53,10 @@ SMALL = evolve(
         q_lora_rank=48,
         kv_lora_rank=32,
         qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
+        qk_rope_head_dim=16,
         v_head_dim=16,
     ),
-    moe=evolve(MEDIUM.moe, moe_intermediate_size=32),
+    moe=evolve(MEDIUM.moe, n_routed_experts=16, moe_intermediate_size=32),
 )
 
 

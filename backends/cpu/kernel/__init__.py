@@ -53,6 +53,7 @@ _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "amx.cpp": (*_AVX512, "-mavx512bf16"),  # the tiles' instructions are written out
     "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
     "linear_512.cpp": (*_AVX512, "-mavx512dq"),
+    "pointwise.cpp": ("-O3", "-mavx2", "-mfma", "-mf16c"),
 }
 
 

@@ -11,6 +11,7 @@
 
 #include <immintrin.h>
 #include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -40,6 +41,12 @@ typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(LANES * 2)));
+
+const pid_t STARTED = getpid();  // in a child that was forked, OpenMP waits for threads that are not there
+
+int crew(int64_t products, int64_t threads) {
+  return products < ALONE || getpid() != STARTED ? 1 : static_cast<int>(threads);
+}
 
 template <class V>
 V load(const void* at) {
@@ -251,8 +258,7 @@ void product(const Call& call) {
     total += rows * panels;
     most = std::max(most, rows);
   }
-  const bool alone = total * PANEL * call.depth < ALONE;
-#pragma omp parallel num_threads(alone ? 1 : static_cast<int>(call.threads))
+#pragma omp parallel num_threads(crew(total * PANEL * call.depth, call.threads))
   {
     const int64_t room = std::min<int64_t>(BLOCK, most) * (call.depth / Kind::DEEP);
     const std::unique_ptr<typename Kind::Ready[]> ready(new typename Kind::Ready[std::max<int64_t>(room, 1)]);
@@ -277,7 +283,7 @@ void product(const Call& call) {
 template <class Unit>
 void pack(const Unit* from, Unit* to, int64_t features, int64_t depth, int64_t threads) {
   constexpr int64_t LINE = 64 / sizeof(Unit);  // read and written a cache line at a time
-#pragma omp parallel for num_threads(static_cast<int>(threads))
+#pragma omp parallel for num_threads(crew(features * depth, threads))
   for (int64_t f = 0; f < features; f += PANEL)
     for (int64_t at = 0; at < depth; at += LINE)
       for (int64_t j = 0; j < PANEL; j++)

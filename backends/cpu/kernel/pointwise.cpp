@@ -1,0 +1,183 @@
+// Rules that touch every number once: a library needs several passes and calls for each, and in a decode step of few
+// rows a call costs more than the numbers.  In float32, rounded once; a row is the same whatever is beside it.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <unistd.h>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int LANES = 8, PIECE = 512;
+constexpr int64_t ALONE = 1 << 16;  // numbers below which threads are not worth waking
+
+const pid_t STARTED = getpid();  // in a child that was forked, OpenMP waits for threads that are not there
+
+int crew(int64_t numbers, int threads) { return numbers < ALONE || getpid() != STARTED ? 1 : threads; }
+
+struct BFloat16 {
+  uint16_t bits;
+  operator float() const {
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+  }
+  static BFloat16 of(float value) {  // to even; what is no number stays none
+    uint32_t wide;
+    memcpy(&wide, &value, sizeof wide);
+    const uint32_t rounded = value == value ? wide + 0x7fff + (wide >> 16 & 1) : wide | 0x400000;
+    return {static_cast<uint16_t>(rounded >> 16)};
+  }
+};
+
+struct Float16 {
+  _Float16 value;
+  operator float() const { return value; }
+  static Float16 of(float value) { return {static_cast<_Float16>(value)}; }
+};
+
+struct Float32 {
+  float value;
+  operator float() const { return value; }
+  static Float32 of(float value) { return {value}; }
+};
+
+template <class T>
+void rms_norm(const T* x, int64_t x_row, const T* weight, T* out, int64_t rows, int64_t features, float epsilon,
+              int threads) {
+#pragma omp parallel for num_threads(crew(rows * features, threads))
+  for (int64_t t = 0; t < rows; t++) {
+    const T* row = x + t * x_row;
+    float squares[LANES] = {}, total = 0;
+    int64_t d = 0;
+    for (; d + LANES <= features; d += LANES)
+      for (int j = 0; j < LANES; j++) squares[j] += row[d + j] * row[d + j];
+    for (; d < features; d++) squares[0] += row[d] * row[d];
+    for (int j = 0; j < LANES; j++) total += squares[j];
+    const float factor = 1 / sqrtf(total / features + epsilon);
+    for (d = 0; d < features; d++) out[t * features + d] = T::of(row[d] * factor * weight[d]);
+  }
+}
+
+template <class T>
+void swiglu(const T* x, int64_t x_row, T* out, int64_t rows, int64_t features, int threads) {
+#pragma omp parallel for num_threads(crew(rows * features, threads))
+  for (int64_t t = 0; t < rows; t++) {
+    const T *gate = x + t * x_row, *up = gate + features;
+    for (int64_t f = 0; f < features; f++) {
+      const float a = gate[f];
+      out[t * features + f] = T::of(a / (1 + expf(-a)) * up[f]);
+    }
+  }
+}
+
+// The last `features` of each head, of neighbours a pair; angles [rows, features] for both halves of the result.
+template <class T>
+void rope(const T* x, int64_t x_row, int64_t x_head, const float* cosine, const float* sine, T* out, int64_t rows,
+          int64_t heads, int64_t features, int threads) {
+#pragma omp parallel for num_threads(crew(rows * heads * features, threads))
+  for (int64_t t = 0; t < rows; t++)
+    for (int64_t h = 0; h < heads; h++) {
+      const T* pairs = x + t * x_row + (h + 1) * x_head - features;
+      const float *c = cosine + t * features, *s = sine + t * features;
+      T* to = out + (t * heads + h) * features;
+      const int64_t half = features / 2;
+      for (int64_t i = 0; i < half; i++) {
+        const float a = pairs[2 * i], b = pairs[2 * i + 1];
+        to[i] = T::of(a * c[i] - b * s[i]);
+        to[half + i] = T::of(b * c[half + i] + a * s[half + i]);
+      }
+    }
+}
+
+template <class T>
+void unpermute(const T* rows, int64_t row, const int32_t* source, const float* weights, T* out, int64_t tokens,
+               int64_t top, int64_t features, int threads) {
+#pragma omp parallel for num_threads(crew(tokens * features * top, threads))
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t at = 0; at < features; at += PIECE) {
+      const int64_t count = features - at < PIECE ? features - at : PIECE;
+      float sum[PIECE] = {};
+      for (int64_t u = 0; u < top; u++) {
+        const int64_t g = source[t * top + u];
+        if (g < 0) continue;
+        const T* part = rows + g * row + at;
+        const float weight = weights[t * top + u];
+        for (int64_t d = 0; d < count; d++) sum[d] += weight * part[d];
+      }
+      for (int64_t d = 0; d < count; d++) out[t * features + at + d] = T::of(sum[d]);
+    }
+}
+
+// A function of a format, by its number: 0 bfloat16, 1 float16, 2 float32.
+template <class Function>
+void with(int format, Function function) {
+  if (format == 0) function(BFloat16{});
+  if (format == 1) function(Float16{});
+  if (format == 2) function(Float32{});
+}
+
+template <class T>
+const T* in(const void* at, T) {
+  return static_cast<const T*>(at);
+}
+template <class T>
+T* out_to(void* at, T) {
+  return static_cast<T*>(at);
+}
+
+}  // namespace
+
+// Strides count numbers; what has none lies row after row.
+
+EXPORT void mla_fx_rms_norm(int format, const void* x, int64_t x_row, const void* weight, void* out, int64_t rows,
+                            int64_t features, float epsilon, int threads) {
+  with(format, [&](auto kind) {
+    rms_norm(in(x, kind), x_row, in(weight, kind), out_to(out, kind), rows, features, epsilon, threads);
+  });
+}
+
+EXPORT void mla_fx_swiglu(int format, const void* x, int64_t x_row, void* out, int64_t rows, int64_t features,
+                          int threads) {
+  with(format, [&](auto kind) { swiglu(in(x, kind), x_row, out_to(out, kind), rows, features, threads); });
+}
+
+EXPORT void mla_fx_rope(int format, const void* x, int64_t x_row, int64_t x_head, const float* cosine,
+                        const float* sine, void* out, int64_t rows, int64_t heads, int64_t features, int threads) {
+  with(format, [&](auto kind) {
+    rope(in(x, kind), x_row, x_head, cosine, sine, out_to(out, kind), rows, heads, features, threads);
+  });
+}
+
+EXPORT void mla_fx_unpermute(int format, const void* rows, int64_t row, const int32_t* source, const float* weights,
+                             void* out, int64_t tokens, int64_t top, int64_t features, int threads) {
+  with(format, [&](auto kind) {
+    unpermute(in(rows, kind), row, source, weights, out_to(out, kind), tokens, top, features, threads);
+  });
+}
+
+// Pairs of tokens and experts from `first` on sorted by expert, `counts` and `begins` [own]; rows of so many bytes.
+EXPORT void mla_fx_permute(const void* x, int64_t x_row, const int32_t* experts, int64_t first, int64_t own,
+                           void* rows, int64_t* counts, int64_t* begins, int32_t* source, int64_t tokens, int64_t top,
+                           int64_t row) {
+  for (int64_t y = 0; y < own; y++) counts[y] = 0;
+  for (int64_t pair = 0; pair < tokens * top; pair++) {
+    const int64_t y = experts[pair] - first;
+    if (y >= 0 && y < own) counts[y]++;
+  }
+  for (int64_t y = 0, begin = 0; y < own; y++) {
+    begins[y] = begin;
+    begin += counts[y];
+  }
+  for (int64_t pair = 0; pair < tokens * top; pair++) {
+    const int64_t y = experts[pair] - first;
+    source[pair] = -1;
+    if (y < 0 || y >= own) continue;
+    const int64_t g = begins[y]++;
+    source[pair] = static_cast<int32_t>(g);
+    memcpy(static_cast<char*>(rows) + g * row, static_cast<const char*>(x) + pair / top * x_row, row);
+  }
+}
