@@ -8,11 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: help decode generate test check bench soak clean
+.PHONY: help decode generate test check bench bench-peers soak clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 18
 	@echo '  PYTHON=/path/to/python chooses the interpreter that .venv is made with; ARGS="..." is handed on'
 
 decode: $(VENV)/.run  ## decode and compare with the float64 reference; ARGS="--ranks 8" and others: mla-fx decode --help
@@ -32,6 +32,11 @@ check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
 
 bench: $(VENV)/.test  ## a table of how fast it is beside what else one would run; ARGS="--only attention" and others: ARGS=--help
 	$(BIN)/python -m tests.benchmarks.table $(ARGS)
+
+# Each brings its compiled code alone, for the torch that is here: zentorch 28 MB.
+bench-peers: $(VENV)/.test  ## install beside .venv's packages, for make bench, what else computes attention on a CPU: zentorch
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/share/mla_fx/peers \
+	  "zentorch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])').*" deprecated wrapt
 
 soak: $(VENV)/.test  ## long random runs, whole products of parameters, all of Ascend on each release of CANN
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak --soak $(ARGS)

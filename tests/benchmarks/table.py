@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ import torch
 from attrs import Factory, frozen
 
 from mla_fx.backends.cpu import products
+from tests.benchmarks.apart import Apart
 
 Function = Callable[[], Any]
 
@@ -152,10 +153,7 @@ def in_turns(functions: Mapping[str, Function], seconds: float = 1.0) -> dict[st
             if turn >= FEWEST and time.perf_counter() > until:
                 break
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                function, start = functions[name], now()
-                for _ in range(calls[name]):
-                    function()
-                spent[name].append((now() - start) / calls[name])
+                spent[name].append(_turn(functions[name], calls[name], now))
     finally:
         gc.enable()
     return spent
@@ -164,9 +162,17 @@ def in_turns(functions: Mapping[str, Function], seconds: float = 1.0) -> dict[st
 def _calls(function: Function, now: Callable[[], float]) -> int:
     """How many calls a turn of this function has; it is called twice, for what a first call makes."""
     function()
+    return max(1, int(TURN / max(_turn(function, 1, now), 1e-9)))
+
+
+def _turn(function: Function, calls: int, now: Callable[[], float]) -> float:
+    """Seconds of one of so many calls; one in another process has its own clock there."""
+    if isinstance(function, Apart):
+        return function.seconds(calls)
     start = now()
-    function()
-    return max(1, int(TURN / max(now() - start, 1e-9)))
+    for _ in range(calls):
+        function()
+    return (now() - start) / calls
 
 
 def limits(seconds: float = 1.0) -> Limits:
@@ -280,10 +286,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with pinned(options.threads), torch.no_grad():
         limit, rows = limits(), []
-        for row in measure(all_points(options.only, options.whole), limit=limit, seconds=options.seconds):
-            rows.append(row)
-            print(f"\r{len(rows)} points", end="", file=sys.stderr, flush=True)
-        print("\r", end="", file=sys.stderr)
+        with suppress(KeyboardInterrupt):  # then there are rows so far
+            for row in measure(all_points(options.only, options.whole), limit=limit, seconds=options.seconds):
+                rows.append(row)
+                print(f"\r{len(rows)} points", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
         print_table(rows, limit, options.threads)
     return int(any(row.missed for row in rows))
 

@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 import torch
 from attrs import define, field
+from torch.nn.functional import scaled_dot_product_attention
 
 from mla_fx.backends import cpu
 from mla_fx.backends.device import Run
+from mla_fx.dtypes import DTYPES
 from mla_fx.effects import ops
+from tests.benchmarks import apart
+from tests.benchmarks.table import PAIR, SDPA, ZENTORCH, Point
 
 LATENT, ROPE, BLOCK, SCALE = 512, 64, 128, 192**-0.5
 MIXED = (100, 4000, 1700, 700)
@@ -81,6 +85,23 @@ class Case:
 
         return call
 
+    def sdpa(self) -> Callable[[], torch.Tensor]:
+        """torch's own attention, request by request, with heads as rows; values are the keys, whose latents count."""
+        q_latent, q_rope, latent, rope, table, _, _ = self.operands
+        q = torch.cat((q_latent, q_rope), 2).view(len(self.lengths), 1, 1, -1, LATENT + ROPE)
+        caches = torch.cat((latent, rope), 2)
+        keys = [
+            caches[row[: -(-n // BLOCK)].long()].flatten(0, 1)[None, None, :n]
+            for row, n in zip(table, self.lengths, strict=True)
+        ]
+        rows = (-1, self.heads, LATENT + ROPE)
+
+        def call() -> torch.Tensor:
+            parts = [scaled_dot_product_attention(x, k, k, scale=SCALE) for x, k in zip(q, keys, strict=True)]
+            return torch.cat(parts, 2).view(rows)[..., :LATENT]
+
+        return call
+
 
 def seconds(*functions: Callable[[], Any], turns: int = 7, least: float = 0.01) -> list[float]:
     """Of a call of each on this thread, the median of turns that are at least so long."""
@@ -99,7 +120,7 @@ def seconds(*functions: Callable[[], Any], turns: int = 7, least: float = 0.01) 
     return [statistics.median(times) for times in spent]
 
 
-def points(dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
+def compared(dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
     """Each point's name, and what is compared at it: "ours", "pair" and, in 16 bits, the "pair in float32"."""
     for heads, lengths in POINTS:
         case = Case(heads, lengths, dtype)
@@ -108,6 +129,29 @@ def points(dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, dict[str, 
         if dtype != torch.float32:
             functions["pair in float32"] = case.pair(torch.float32)
         yield f"{heads} heads, {len(lengths)} x {keys}", functions
+
+
+def points(whole: bool = False) -> Iterator[Point]:
+    """Rows of `make bench`: all of `POINTS` in both dtypes with `whole`, else a few, beside what there is for them."""
+    few = [(heads, lengths) for heads in (128, 16) for lengths in ((1024,), (1024,) * 4, (8192,))]
+    for name in ("bf16", "fp32"):
+        for heads, lengths in POINTS if whole else few:
+            case = Case(heads, lengths, DTYPES[name])
+            ours, pair, sdpa = case.ours(), case.pair(), case.sdpa()
+            rows = (len(lengths), heads, LATENT)
+            keys = f"{lengths[0] >> 10}k" if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
+            peers = {PAIR: lambda pair=pair, rows=rows: pair().view(rows), SDPA: sdpa}
+            if ZENTORCH in apart.installed():
+                peers[ZENTORCH] = apart.attention(ZENTORCH, heads, lengths, name)
+            yield Point(
+                "attention",
+                f"{name}, {heads} heads, {len(lengths)} requests of {keys}",
+                lambda ours=ours: ours()[0],
+                peers,
+                bytes=sum(lengths) * (LATENT + ROPE) * DTYPES[name].itemsize,
+                operations=2 * heads * sum(lengths) * (2 * LATENT + ROPE),
+                dtype=name,
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +165,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_decode_attention_against_the_torch_pair(dtype: torch.dtype) -> None:
     worst: dict[str, float] = {}
-    for name, functions in points(dtype):
+    for name, functions in compared(dtype):
         ours, *others = seconds(*functions.values())
         ratios = {other: time / ours for other, time in zip(list(functions)[1:], others, strict=True)}
         print(f"{name:26}", *(f"{other}: {ratio:5.2f}" for other, ratio in ratios.items()), flush=True)

@@ -7,6 +7,7 @@ from itertools import groupby
 import pytest
 import torch
 
+from tests.benchmarks.apart import Apart
 from tests.benchmarks.table import (
     BY_HAND,
     PAIR,
@@ -64,6 +65,32 @@ def test_all_take_turns():
     runs = [(name, len([*of])) for name, of in groupby(order[4:])]  # ab, ba, ab, ba, ab
     often = runs[0][1]
     assert often >= 5 and runs == [("a", often), ("b", 2), ("a", 2 * often), ("b", 2), ("a", 2 * often), ("b", 1)]
+
+
+class Elsewhere(Apart):
+    """A peer in another process that says what it likes."""
+
+    def __attrs_post_init__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass
+
+    def seconds(self, calls: int) -> float:
+        return 2e-3
+
+
+def test_one_in_another_process_times_itself():
+    with pinned(1):
+        (row,) = measure([point(ours=working(1e-3), peers={"else": Elsewhere("nobody", {})})], seconds=0)
+    assert row.ratios["else"].median == pytest.approx(2, rel=0.1)
+
+
+def test_a_process_that_ends_is_told():
+    """One without such a peer ends at once."""
+    peer = Apart("nobody", {"threads": 1})
+    with pytest.raises(RuntimeError, match="nobody: its process ended with 1"):
+        peer()
 
 
 def test_what_computes_something_else_is_not_timed():

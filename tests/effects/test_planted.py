@@ -166,7 +166,7 @@ def seen(check: Callable[..., Any], pairs: Any, examples: int) -> str | None:
 
 
 #: Little but collectives, and little but users of workspaces: what no value orders.
-MEETINGS, ROOMS = (One, Two, Exchange, Exchange), (One, Two, Scratch, Room)
+MEETINGS, ROOMS = (One, Two, Exchange, Exchange), (One, Two, Scratch, Scratch, Room, Room)
 #: What random properties draw: a step and its streams.
 RANDOM = st.one_of(
     *(st.tuples(toys.steps(kinds=kinds), toys.orchestrations()) for kinds in ((), toys.CALM, MEETINGS, ROOMS)),
