@@ -69,7 +69,7 @@ def _memory(leaf: torch.Tensor) -> tuple[int, int]:
 def _formed(leaves: Sequence[torch.Tensor], form: Form) -> tuple[torch.Tensor, ...]:
     """Every rank's; ranks may share one."""
     with torch.no_grad():
-        made = {id(leaf): form(leaf) for leaf in leaves}
+        made = {key: form(leaf) for key, leaf in {id(leaf): leaf for leaf in leaves}.items()}
     return tuple(made[id(leaf)] for leaf in leaves)
 
 
