@@ -34,7 +34,7 @@ import torch
 from mla_fx.backends import compiled
 from mla_fx.effects import InputError
 
-WHAT: Final = "the kernels of the CPU backend"
+WHAT: Final = "the library of kernels of the CPU backend"
 #: Engines from the fastest on, and the bit that says in the library that the processor has one.
 ENGINES: Final = {"amx": 4, "avx512_bf16": 2, "fma": 1}
 #: What arguments of a function are called in `argtypes` here: a pointer, an int, a long, a float.
@@ -67,13 +67,11 @@ def library() -> ctypes.CDLL | None:
         return None
     texts = [*_FLAGS, *(f"{name} {' '.join(flags)}" for name, flags in _UNITS.items()), torch.__version__]
     try:
-        folder = compiled.built("cpu-kernels", _compile, _sources(), texts, what=WHAT, takes="some seconds")
+        folder = compiled.built("cpu-kernels", _compile, _sources(), texts, what=WHAT, takes="about half a minute")
         return ctypes.CDLL(str(folder / "kernels.so"))
     except (InputError, OSError) as error:
         said = str(error).splitlines()[0]
-        warnings.warn(
-            f"mla_fx computes attention on the CPU by plain torch, several times slower: {said}", stacklevel=2
-        )
+        warnings.warn(f"mla_fx computes on the CPU by plain torch, several times slower: {said}", stacklevel=2)
         return None
 
 

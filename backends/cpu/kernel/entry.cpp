@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "allowed.h"
 #include "call.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -23,9 +24,11 @@ bool has_amx() {
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 
-const pid_t STARTED = getpid();  // in a child that was forked, OpenMP waits for threads that are not there
+const pid_t STARTED = getpid();
 
 }  // namespace
+
+int allowed(int threads) { return getpid() == STARTED ? threads : 1; }
 
 // The engines that this processor has, a bit for each.
 EXPORT int mla_fx_engines() {
@@ -44,7 +47,7 @@ EXPORT void mla_fx_attend(int engine, int kind, const void* q_latent, const void
                           float* lse, int threads) {
   Call call = {kind, q_latent, q_rope, k_latent, k_rope, latent_block, latent_row, rope_block, rope_row, table,
                table_row, block, queries, keys, requests, tokens, heads, latent, rope, scale, out, lse,
-               getpid() == STARTED ? threads : 1};
+               allowed(threads)};
   const bool pairs = kind == BFLOAT16 && latent % 32 == 0 && rope % 32 == 0;
   if (pairs && engine == AMX) return attend_amx(call);
   if (pairs && engine == AVX512_BF16) return attend_avx512_bf16(call);

@@ -11,7 +11,6 @@
 
 #include <immintrin.h>
 #include <omp.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +18,8 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+
+#include "allowed.h"
 
 #if defined(__AVX512BW__)
 #define WIDE 16
@@ -42,11 +43,7 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(LANES * 2)));
 
-const pid_t STARTED = getpid();  // in a child that was forked, OpenMP waits for threads that are not there
-
-int crew(int64_t products, int64_t threads) {
-  return products < ALONE || getpid() != STARTED ? 1 : static_cast<int>(threads);
-}
+int crew(int64_t products, int64_t threads) { return products < ALONE ? 1 : allowed(static_cast<int>(threads)); }
 
 template <class V>
 V load(const void* at) {

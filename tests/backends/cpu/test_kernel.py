@@ -66,7 +66,7 @@ def test_without_a_library_it_is_said_once(anew, tmp_path, how):
         anew.setenv("XDG_CACHE_HOME", str(tmp_path))
     if how == "no cache":
         (tmp_path / "mla_fx").write_text("")
-    with pytest.warns(UserWarning, match="attention on the CPU by plain torch") as said:
+    with pytest.warns(UserWarning, match="computes on the CPU by plain torch") as said:
         assert [kernel.engine(), kernel.library(), kernel.engine()] == [None] * 3
     (line,) = (str(warning.message) for warning in said)
     assert "\n" not in line
