@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --editable
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 	@echo '  PYTHON=/path/to/python chooses the interpreter that .venv is made with; ARGS="..." is handed on'
 
 decode: $(VENV)/.run  ## decode and compare with the float64 reference; ARGS="--ranks 8" and others: mla-fx decode --help
