@@ -335,7 +335,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="what the system says before a conversation")
     add("--max-new-tokens", type=_count, metavar="N", help="tokens a prompt, at most (default: the model's, or 32)")
     add("--drafts", type=_natural, default=0, metavar="K", help="tokens the prediction module drafts (default 0)")
-    add("--chunk", type=_count, metavar="T", help="tokens of a step, at most (default: 64, or what expanding wants)")
+    add("--chunk", type=_count, metavar="T", help="tokens of a step, at most (default: 256, or what expanding wants)")
     add("--blocks", type=_count, metavar="C", help="cache blocks of a rank (default: enough for all requests)")
     add("--no-prefix-cache", action="store_true", help="share no blocks between prompts that begin alike")
     add("--ignore-end", action="store_true", help="go on behind the end of a text")

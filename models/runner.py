@@ -30,8 +30,9 @@ from mla_fx.parameters import empty_cache
 from mla_fx.passes import expanding_saves
 from mla_fx.sharding import Sharding
 
-#: Tokens of a step that fills in prompts, where nothing is won by more.
-CHUNK: Final = 64
+#: Tokens of a step that fills in prompts, unless expanding wants more: on one core with AVX2, 8 prompts of 64 took 1.07
+#: to 1.2 times as long in steps of 64.
+CHUNK: Final = 256
 
 
 class Interpreter(Protocol):
@@ -358,7 +359,7 @@ class Runner:
     def chunk(self) -> int:
         """How many tokens a step that fills in prompts is to have at most, unless somebody knows better.
 
-        A power of two: 64 or as many as there are requests, and where one request of more tokens, as many as a table
+        A power of two: 256 or as many as there are requests, and where one request of more tokens, as many as a table
         has room for, would go through `expand_current`, as many as it needs for that.
         """
         least = max(CHUNK, round_up(self.shape.requests))

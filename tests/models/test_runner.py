@@ -221,12 +221,11 @@ def test_an_expanded_prompt_says_what_it_would_have_said(ranks, form, options, t
         (512, 1, {}, {}),
         (256, 1, {"project_before_merge": True}, {}),
         (256, 2, {"project_before_merge": True}, {}),
-        (64, 2, {}, {}),
-        (64, 1, {}, {"expand": False}),
-        (64, 2, {"project_before_merge": True}, {"expand": False}),
-        (128, 2, {"requests": 100}, {}),
-        (256, 1, {"project_before_merge": True, "table_width": 64}, {}),  # tables of 256 tokens
-        (64, 1, {"project_before_merge": True, "table_width": 63}, {}),
+        (256, 2, {}, {}),
+        (256, 1, {}, {"expand": False}),
+        (512, 2, {"requests": 300}, {}),
+        (512, 1, {"table_width": 128}, {}),  # tables of 512 tokens
+        (256, 1, {"table_width": 127}, {}),
     ],
 )
 def test_an_engine_fills_in_as_much_as_expanding_wants(ranks, form, options, chunk):
@@ -236,7 +235,7 @@ def test_an_engine_fills_in_as_much_as_expanding_wants(ranks, form, options, chu
     runner = Runner.load(Checkpoint.open(small()), backend, shape=StepShape(**sizes), **options)
     runner.config = evolve(runner.config, attention=MlaConfig.deepseek_v3())
     assert Engine(runner=runner).chunk == chunk
-    assert Engine(runner=runner, chunk=120).chunk == 120
+    assert Engine(runner=runner, chunk=320).chunk == 320
 
 
 # --- trees and refusals -----------------------------------------------------
