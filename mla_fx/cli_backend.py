@@ -49,10 +49,7 @@ def keep_freed() -> bool:
     page.  It is a setting of the whole process, so it is for programs, as commands are, and not for a library.
     """
     libc = ctypes.CDLL(None)
-    mmap_max, trim_threshold = (
-        -4,
-        -1,
-    )  # M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h: no mapping for a value, no trimming
+    mmap_max, trim_threshold = -4, -1  # of malloc.h: no mapping for a value, and no trimming
     return hasattr(libc, "mallopt") and bool(libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, -1))
 
 

@@ -1,4 +1,4 @@
-"""Which tests run, soak and packaging tests only where they are asked for; and where processes come from."""
+"""Which tests run, soak, bench and packaging tests only where they are asked for; and where processes come from."""
 
 import gc
 from collections.abc import Generator, Iterator
@@ -24,6 +24,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long random runs")
+    parser.addoption("--bench", action="store_true", help="run the timings")
     parser.addoption("--cann", default="9.1", help="the release of CANN that tests/backends/ascend emulates")
     parser.addoption("--packaging", action="store_true", help="build and install the package in several ways")
 
@@ -38,7 +39,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    unasked = [kind for kind in ("soak", "packaging") if not config.getoption(f"--{kind}")]
+    unasked = [kind for kind in ("soak", "bench", "packaging") if not config.getoption(f"--{kind}")]
     chosen: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from mla_fx.backends.cpu.pointwise import FORMATS, function, takes
 from mla_fx.backends.device import Run
 
 
@@ -16,7 +17,22 @@ def rule(
     run: Run,
     flat: bool,
 ) -> tuple[torch.Tensor]:
-    """Weigh one contribution after the other into one float32 buffer (float64 beside float64)."""
+    """Weigh one contribution after the other into float32 (float64 beside float64), and round once."""
+    if takes(local, local, local_lse, recv[:1], recv_lse[:1]):
+        merged = torch.empty_like(local)
+        ranks, rows, latent = len(recv), local_lse.numel(), local.shape[2]
+        parts = recv.data_ptr(), recv.stride(0), recv_lse.data_ptr(), recv_lse.stride(0)
+        own = local.data_ptr(), local_lse.data_ptr()
+        function("mla_fx_combine", "iplplpppllli")(
+            FORMATS[local.dtype], *parts, *own, merged.data_ptr(), ranks, rows, latent, torch.get_num_threads()
+        )
+    else:
+        merged = plain(recv, recv_lse, local, local_lse)
+    return (merged.flatten(1) if flat else merged,)
+
+
+def plain(recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor) -> torch.Tensor:
+    """The same by torch alone."""
     lse = torch.cat((recv_lse, local_lse.unsqueeze(0)))
     unseen = lse.isinf()
     if unseen.any():
@@ -30,5 +46,4 @@ def rule(
     merged = torch.mul(local, weights[-1])
     for part, weight in zip(recv, weights, strict=False):
         merged.addcmul_(part, weight)
-    merged = merged.to(local.dtype).contiguous()
-    return (merged.flatten(1) if flat else merged,)
+    return merged.to(local.dtype).contiguous()

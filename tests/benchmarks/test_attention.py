@@ -154,6 +154,9 @@ def points(whole: bool = False) -> Iterator[Point]:
             )
 
 
+pytestmark = pytest.mark.bench
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -21,6 +21,7 @@ def fastest(*functions: Callable[[], object], turns: int = 9) -> list[float]:
     return least
 
 
+@pytest.mark.bench
 @pytest.mark.skipif(products.has(torch.bfloat16), reason="the processor multiplies bf16")
 @pytest.mark.parametrize(("rows", "least"), [(8, 1.0), (64, 2.0)])
 def test_rows_of_a_prompt(rows: int, least: float) -> None:

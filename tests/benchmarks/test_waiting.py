@@ -2,7 +2,7 @@
 
 One message of each size is all-reduced by gloo, many times, in turn with the
 one wait and with the other; by the clock, since it is waiting that is measured.
-Run with `make bench`.
+Run with `pytest -m bench --bench`.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mla_fx.backends.peers import Peers
-from tests.processes import Member, nursery
+from tests.processes import Member
 
 SIZES, TURNS = (16, 4096, 262144), 300
 
@@ -41,13 +41,12 @@ def waits(member: Member, *, size: int) -> tuple[list[float], list[float]]:
     return sliced, bare
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("size", SIZES)
-def test_waiting_in_slices_costs_nothing_that_is_seen(benchmark, size):
+def test_waiting_in_slices_costs_nothing_that_is_seen(processes, size):
     """Of a sum that nothing disturbs, as the fastest tenth are, at most a fifth; the medians are printed beside."""
-    with nursery() as processes:
-        found = benchmark.pedantic(processes.run, (waits,), {"ranks": 2, "size": size}, rounds=1)
+    found = processes.run(waits, ranks=2, size=size)
     (sliced, *_), (bare, *_) = fast = [statistics.quantiles(of, n=10) for of in found[0]]
-    benchmark.extra_info["ratio"] = sliced / bare
     said = [f"{of[0] * 1e6:.0f} us, {of[4] * 1e6:.0f} in the middle" for of in fast]
     print(f"\n{4 * size:,} bytes: in slices {said[0]}; bare {said[1]}; {sliced / bare:.3f}")
     assert sliced <= 1.2 * bare

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from mla_fx import MlaConfig, StepShape, backends, orchestrations, plan_batch
+from mla_fx.backends.cpu import kernel, products
 from mla_fx.backends.meter import Metered
 from mla_fx.cli_growth import ROWS, Point
 from mla_fx.decode import attention_avals
@@ -24,6 +25,14 @@ from mla_fx.parameters import empty_cache
 from mla_fx.sharding import Sharding
 from tests.effects.pages import PAGE, printed, shown, write_anew
 from tests.setups import CONFIG, Setup
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch):
+    """The CPU's rules without kernels and packed weights, whose products torch does not see."""
+    monkeypatch.setattr(kernel, "engine", lambda: None)
+    for name in ("compiled", "packs"):
+        monkeypatch.setattr(products, name, lambda dtype: False)
 
 
 def counter() -> FlopCounterMode:
@@ -140,7 +149,7 @@ def test_multiply_adds_of_steps(setup):
     A rule computes the square of a request's new tokens, of which the formula counts the pairs that are seen.
     """
     program = schedule(setup.step, orchestrations.serial)
-    backend = backends.get("cpu", ranks=setup.ranks)
+    backend = evolve(backends.get("cpu", ranks=setup.ranks), apart=True)
     run_ = setup.compiled(backend, program)
     with counter() as flops:
         run_(*setup.arguments())

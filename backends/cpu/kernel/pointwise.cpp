@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <memory>
+
 #include "allowed.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -111,6 +113,34 @@ void unpermute(const T* rows, int64_t row, const int32_t* source, const float* w
     }
 }
 
+// The parts of `ranks` ranks and the local one, weighed by their LSEs; one whose LSE is infinite saw no key and is not read.
+template <class T>
+void combine(const T* recv, int64_t recv_rank, const float* recv_lse, int64_t lse_rank, const T* local,
+             const float* local_lse, T* out, int64_t ranks, int64_t rows, int64_t features, int threads) {
+#pragma omp parallel num_threads(crew((ranks + 1) * rows * features, threads))
+  {
+    std::unique_ptr<float[]> weights(new float[ranks + 1]);
+#pragma omp for
+    for (int64_t row = 0; row < rows; row++) {
+      const auto lse = [&](int64_t i) { return i < ranks ? recv_lse[i * lse_rank + row] : local_lse[row]; };
+      float top = -INFINITY, total = 0;
+      for (int64_t i = 0; i <= ranks; i++) top = !isinf(lse(i)) && lse(i) > top ? lse(i) : top;
+      for (int64_t i = 0; i <= ranks; i++) total += weights[i] = isinf(lse(i)) ? 0 : expf(lse(i) - top);
+      for (int64_t at = 0; at < features; at += PIECE) {
+        const int64_t count = features - at < PIECE ? features - at : PIECE;
+        float sum[PIECE] = {};
+        for (int64_t i = 0; i <= ranks; i++) {
+          if (isinf(lse(i))) continue;
+          const T* part = (i < ranks ? recv + i * recv_rank : local) + row * features + at;
+          const float weight = weights[i] / total;
+          for (int64_t d = 0; d < count; d++) sum[d] += weight * part[d];
+        }
+        for (int64_t d = 0; d < count; d++) out[row * features + at + d] = T::of(sum[d]);
+      }
+    }
+  }
+}
+
 // A function of a format, by its number: 0 bfloat16, 1 float16, 2 float32.
 template <class Function>
 void with(int format, Function function) {
@@ -155,6 +185,15 @@ EXPORT void mla_fx_unpermute(int format, const void* rows, int64_t row, const in
                              void* out, int64_t tokens, int64_t top, int64_t features, int threads) {
   with(format, [&](auto kind) {
     unpermute(in(rows, kind), row, source, weights, out_to(out, kind), tokens, top, features, threads);
+  });
+}
+
+EXPORT void mla_fx_combine(int format, const void* recv, int64_t recv_rank, const float* recv_lse, int64_t lse_rank,
+                           const void* local, const float* local_lse, void* out, int64_t ranks, int64_t rows,
+                           int64_t features, int threads) {
+  with(format, [&](auto kind) {
+    combine(in(recv, kind), recv_rank, recv_lse, lse_rank, in(local, kind), local_lse, out_to(out, kind), ranks, rows,
+            features, threads);
   });
 }
 
