@@ -13,6 +13,7 @@ from mla_fx.decode import QUANTIZATIONS
 from mla_fx.effects import InputError
 from mla_fx.effects.aval import FLOATS
 from mla_fx.models.plan import Plan, largest_context, most_requests
+from mla_fx.models.runner import CHUNK
 
 TEXT: Final = """
 Say whether a model fits the memory of its devices, from config.json alone:
@@ -63,7 +64,7 @@ def options(parser: argparse.ArgumentParser, count: Callable[[str], int], natura
     add("--dtype", choices=FLOATS, default="bf16", help="of weights, cache and activations (default %(default)s)")
     add("--requests", type=count, default=16, metavar="B", help="requests of a replica at a time (default %(default)s)")
     add("--context", type=count, metavar="N", help="tokens of each request (default 8192, or what the model takes)")
-    add("--chunk", type=count, default=64, metavar="T", help="tokens of a step, at most (default %(default)s)")
+    add("--chunk", type=count, default=CHUNK, metavar="T", help="tokens of a step, at most (default %(default)s)")
     add("--drafts", type=natural, default=0, metavar="K", help="tokens the prediction module drafts (default 0)")
     add("--block-size", type=count, default=128, metavar="S", help="tokens a cache block (default %(default)s)")
     add("--orchestration", default="attention-aside", metavar="NAME", help="as for decode (default %(default)s)")

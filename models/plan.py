@@ -27,7 +27,7 @@ from mla_fx.decode import StepShape, cache_avals
 from mla_fx.effects import Aval, Cost, InputError, Orchestration, Step, cost, schedule
 from mla_fx.effects.validate import integer
 from mla_fx.models.config import ModelConfig
-from mla_fx.models.runner import round_up
+from mla_fx.models.runner import CHUNK, round_up
 from mla_fx.models.stack import layer_of, model_step, mtp_step
 from mla_fx.models.weights import model_avals, mtp_avals
 from mla_fx.parameters import LayerParams, MoeParams
@@ -51,7 +51,7 @@ class Plan:
     config: ModelConfig
     shape: StepShape
     context: int = field(validator=integer(1))
-    chunk: int = field(default=64, validator=integer(1))
+    chunk: int = field(default=CHUNK, validator=integer(1))
     drafts: int = field(default=0, validator=integer(0))
     workspace: int = field(default=0, validator=integer(0))
     reserve: int = field(default=0, validator=integer(0))
