@@ -118,7 +118,8 @@ class Meter:
     def _counted(self, rule: Rule, moved: int = 0) -> Rule:
         def counted(*operands: Any, run: Any, **parameters: Any) -> Any:
             results = rule(*operands, run=run, **parameters)
-            given = {_storage(x) for x in operands[moved:] if isinstance(x, torch.Tensor)}
+            tensors = [x for x in operands[moved:] if isinstance(x, torch.Tensor)]
+            given = {_storage(x) for x in tensors if x.layout is torch.strided}  # what a library has packed has none
             for result in results:
                 if _storage(result) not in given:
                     self._hold(result.untyped_storage(), self._alive[run.number])

@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 
 from mla_fx import backends, orchestrations
+from mla_fx.backends.cpu import products
 from mla_fx.backends.meter import Metered, Place, Tally
 from mla_fx.effects import InputError, cost, ops, schedule
 from tests.effects.test_cost import SETUPS, Alive, Counting
@@ -97,6 +98,14 @@ def test_results_are_those_of_the_plain_backend():
     )
     for ours, right in zip(*map(torch.utils._pytree.tree_leaves, (found, wanted)), strict=True):
         assert torch.equal(ours, right)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+def test_weights_that_a_library_has_packed_are_read(monkeypatch):
+    """As 16-bit ones are on a processor that multiplies 16 bits: they have no memory that can be looked at."""
+    monkeypatch.setattr(products, "compiled", lambda dtype: False)
+    monkeypatch.setattr(products, "packs", lambda dtype: True)
+    test_results_are_those_of_the_plain_backend()
 
 
 def test_a_hostile_machine_is_refused():
