@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from mla_fx.backends.cpu.pointwise import FORMATS, function, takes
+from mla_fx.backends.cpu.kernel import function
+from mla_fx.backends.cpu.pointwise import FORMATS, takes
 from mla_fx.backends.device import Run
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from mla_fx.backends.cpu.pointwise import function, takes
+from mla_fx.backends.cpu.kernel import function
+from mla_fx.backends.cpu.pointwise import takes
 from mla_fx.backends.device import Run
 from mla_fx.effects import Group
 

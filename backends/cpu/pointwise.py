@@ -3,10 +3,7 @@
 Each `takes` what the library takes; the plain rule beside it serves the rest.
 """
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -14,7 +11,6 @@ from mla_fx.backends.cpu import kernel
 
 #: The library's numbers of activations' dtypes.
 FORMATS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_TYPES: Final = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float}
 
 
 def takes(x: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -25,12 +21,3 @@ def takes(x: torch.Tensor, *others: torch.Tensor) -> bool:
         and kernel.engine() is not None
         and all([other.is_contiguous() for other in others])
     )
-
-
-@cache
-def function(name: str, types: str) -> Callable[..., Any]:
-    """A function of the library that takes arguments of such types: i and l integers, p memory, f a float."""
-    found: Callable[..., Any] = getattr(kernel.library(), name)
-    found.argtypes = [_TYPES[one] for one in types]  # type: ignore[attr-defined]
-    found.restype = None  # type: ignore[attr-defined]
-    return found

@@ -17,7 +17,6 @@ alone, in any batch and on any number of threads.
 All sums are in float32 (float64 beside float64), those of int8 exact.
 """
 
-import ctypes
 from functools import cache
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ import torch
 from torch.nn import functional
 
 from mla_fx.backends.cpu import kernel
+from mla_fx.backends.cpu.pointwise import FORMATS
 
 #: Numbers of a weight that torch widens at a time: 2 MiB in float32.
 PIECE = 1 << 19
@@ -32,8 +32,6 @@ PIECE = 1 << 19
 ROWS = 4
 #: Features side by side.
 PANEL: Final = 16
-_FORMATS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_INT, _LONG, _AT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
 @cache
@@ -50,7 +48,7 @@ def has(dtype: torch.dtype) -> bool:
 @cache
 def compiled(dtype: torch.dtype) -> bool:
     """Whether products with weights of a dtype are the compiled kernel's."""
-    if dtype not in _FORMATS and dtype != torch.int8:
+    if dtype not in FORMATS and dtype != torch.int8:
         return False
     return (dtype == torch.float32 or not has(dtype)) and kernel.engine() is not None
 
@@ -134,7 +132,7 @@ def quantized(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, counts
 
 def in_panels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether an int8 weight is kept in panels, and `quantized` takes it beside such activations."""
-    return x.dtype in _FORMATS and weight.dim() >= 4
+    return x.dtype in FORMATS and weight.dim() >= 4
 
 
 def unpacked(weight: torch.Tensor) -> torch.Tensor:
@@ -185,7 +183,7 @@ def _call(
     """The kernel: strides of a group first, then of a row, or of a panel and a step."""
     _, product = _functions()
     product(
-        _FORMATS[x.dtype],
+        FORMATS[x.dtype],
         x.data_ptr(),
         *x_strides,
         weight.data_ptr(),
@@ -206,11 +204,8 @@ def _call(
 def _functions() -> tuple[Any, Any]:
     """The kernel's functions that pack and that multiply, for the registers that there are."""
     lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-    found = kernel.library()
-    pack, product = (getattr(found, f"mla_fx_{name}_{lanes}") for name in ("pack", "linear"))
-    pack.argtypes = [_INT, _AT, _AT, *[_LONG] * 3]
-    product.argtypes = [_INT, _AT, _LONG, _LONG, _AT, *[_LONG] * 3, _AT, _AT, _LONG, _LONG, _AT, *[_LONG] * 5]
-    pack.restype = product.restype = None
+    pack = kernel.function(f"mla_fx_pack_{lanes}", "ipplll")
+    product = kernel.function(f"mla_fx_linear_{lanes}", "ipllplllppllplllll")
     return pack, product
 
 

@@ -25,6 +25,7 @@ import ctypes
 import os
 import platform
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -37,8 +38,7 @@ from mla_fx.effects import InputError
 WHAT: Final = "the library of kernels of the CPU backend"
 #: Engines from the fastest on, and the bit that says in the library that the processor has one.
 ENGINES: Final = {"amx": 4, "avx512_bf16": 2, "fma": 1}
-#: What arguments of a function are called in `argtypes` here: a pointer, an int, a long, a float.
-C_TYPES: Final[dict[str, Any]] = {"P": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float}
+_TYPES: Final = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float}
 CHOICE: Final = "MLA_FX_CPU_ENGINE"
 
 _HERE = Path(__file__).resolve().parent
@@ -89,6 +89,15 @@ def engine() -> str | None:
     if choice is not None and choice not in there:
         raise InputError(f"{CHOICE}: must be one of what there is here, {', '.join([*there, 'torch'])}: got {choice!r}")
     return choice or next(iter(there), None)
+
+
+@cache
+def function(name: str, types: str) -> Callable[..., Any]:
+    """A function of the library that takes arguments of such types: i and l integers, p memory, f a float."""
+    found: Callable[..., Any] = getattr(library(), name)
+    found.argtypes = [_TYPES[one] for one in types]  # type: ignore[attr-defined]
+    found.restype = None  # type: ignore[attr-defined]
+    return found
 
 
 def _sources() -> list[Path]:

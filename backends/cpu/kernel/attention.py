@@ -8,7 +8,6 @@ batch, nor on the number of threads.
 
 from array import array
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -75,7 +74,7 @@ def _attend(
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
     new, cached = array("q", queries), None if keys is None else array("q", keys)
-    _function()(
+    kernel.function("mla_fx_attend", "iippppllllpllpplllllfppi")(
         *(kernel.ENGINES[kernel.engine() or ""], KINDS[q_latent.dtype]),
         *(q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(), *strides, *blocks),
         *(new.buffer_info()[0], None if cached is None else cached.buffer_info()[0]),
@@ -83,18 +82,3 @@ def _attend(
         *(out.data_ptr(), lse.data_ptr(), torch.get_num_threads()),
     )
     return out, lse
-
-
-@cache
-def _function() -> Any:
-    """`mla_fx_attend` of entry.cpp."""
-    library = kernel.library()
-    assert library is not None
-    pointer, number, long = "P", "i", "l"
-    kinds = (
-        number * 2 + pointer * 4 + long * 4 + pointer + long * 2 + pointer * 2 + long * 5 + "f" + pointer * 2 + number
-    )
-    function = library.mla_fx_attend
-    function.argtypes = [kernel.C_TYPES[kind] for kind in kinds]
-    function.restype = None
-    return function

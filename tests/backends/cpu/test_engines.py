@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from mla_fx.backends.cpu import kernel
-from mla_fx.backends.cpu.kernel import attention
 from mla_fx.effects import InputError
 from tests.backends.cpu import simd
 from tests.backends.cpu.test_kernel_attention import Case, hold
@@ -34,7 +33,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(kernel, "engine", lambda: name)
     if emulated:
         monkeypatch.setattr(kernel, "library", simd.engines)
-        monkeypatch.setattr(attention, "_function", attention._function.__wrapped__)
+        monkeypatch.setattr(kernel, "function", kernel.function.__wrapped__)
     yield request.param
     if emulated:
         assert simd.engines().emulated_tiles() == 0, "tiles must be given back"
@@ -127,7 +126,7 @@ def test_the_real_engine_agrees_with_the_emulated_one(name: str, monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr(kernel, "engine", lambda: name)
             patch.setattr(kernel, "library", library)
-            patch.setattr(attention, "_function", attention._function.__wrapped__)
+            patch.setattr(kernel, "function", kernel.function.__wrapped__)
             found.append(case.history())
     (out, lse), (emulated, emulated_lse) = found
     assert (lse - emulated_lse)[:-1].abs().max() <= 1e-6
