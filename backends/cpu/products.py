@@ -17,6 +17,7 @@ alone, in any batch and on any number of threads.
 All sums are in float32 (float64 beside float64), those of int8 exact.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -114,10 +115,17 @@ def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> t
         out = rows.new_empty(len(rows), weight.shape[1] * PANEL)
         _by_panels(rows, weight, None, out, counts)
         return out
-    out, first = rows.new_empty(len(rows), weight.shape[1]), 0
+    return by_expert(rows, weight.shape[1], counts, lambda some, y: _linear(some, weight[y]))
+
+
+def by_expert(
+    rows: torch.Tensor, features: int, counts: torch.Tensor, product: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """`product` of the rows of each expert that has some, and its number -> [Z, F]; see `grouped`."""
+    out, first = rows.new_empty(len(rows), features), 0
     for y, count in enumerate(counts.tolist()):
         if count:
-            out[first : first + count] = _linear(rows[first : first + count], weight[y])
+            out[first : first + count] = product(rows[first : first + count], y)
         first += count
     return out
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from mla_fx.backends.cpu.products import in_panels, quantized, unpacked
+from mla_fx.backends.cpu.products import by_expert, in_panels, quantized, unpacked
 from mla_fx.backends.cpu.quant_linear import plain
 from mla_fx.backends.device import Run
 
@@ -14,10 +14,4 @@ def rule(
     if in_panels(rows, weight):
         return (quantized(rows, weight, scale, counts),)
     weight = unpacked(weight)
-    out = rows.new_empty(rows.shape[0], weight.shape[1])
-    first = 0
-    for y, count in enumerate(counts.tolist()):
-        if count:
-            out[first : first + count] = plain(rows[first : first + count], weight[y], scale[y])
-        first += count
-    return (out,)
+    return (by_expert(rows, weight.shape[1], counts, lambda some, y: plain(some, weight[y], scale[y])),)
