@@ -8,21 +8,18 @@ batch, nor on the number of threads.
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from mla_fx.backends.cpu import kernel
-
-#: As `Kind` in call.h.
-KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def serves(q_latent: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> bool:
     """Whether there is a kernel for these queries and keys: float64 is not its own, nor are features with gaps."""
     return (
         kernel.engine() is not None
-        and q_latent.dtype in KINDS
+        and q_latent.dtype in kernel.FORMATS
         and latent.stride(-1) == rope.stride(-1) == 1
         and q_latent.numel() > 0
     )
@@ -75,7 +72,7 @@ def _attend(
     lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
     new, cached = array("q", queries), None if keys is None else array("q", keys)
     kernel.function("mla_fx_attend", "iippppllllpllpplllllfppi")(
-        *(kernel.ENGINES[kernel.engine() or ""], KINDS[q_latent.dtype]),
+        *(kernel.ENGINES[kernel.engine() or ""], kernel.FORMATS[q_latent.dtype]),
         *(q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(), *strides, *blocks),
         *(new.buffer_info()[0], None if cached is None else cached.buffer_info()[0]),
         *(len(new), tokens, heads, features, q_rope.shape[2], scale),

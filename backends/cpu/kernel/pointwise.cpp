@@ -8,15 +8,13 @@
 #include <memory>
 
 #include "allowed.h"
+#include "formats.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
 constexpr int LANES = 8, PIECE = 512;
-constexpr int64_t ALONE = 1 << 16;  // numbers below which threads are not worth waking
-
-int crew(int64_t numbers, int threads) { return numbers < ALONE ? 1 : allowed(threads); }
 
 struct BFloat16 {
   uint16_t bits;
@@ -141,12 +139,12 @@ void combine(const T* recv, int64_t recv_rank, const float* recv_lse, int64_t ls
   }
 }
 
-// A function of a format, by its number: 0 bfloat16, 1 float16, 2 float32.
+// A function of a format, by its number.
 template <class Function>
 void with(int format, Function function) {
-  if (format == 0) function(BFloat16{});
-  if (format == 1) function(Float16{});
-  if (format == 2) function(Float32{});
+  if (format == BFLOAT16) function(BFloat16{});
+  if (format == FLOAT16) function(Float16{});
+  if (format == FLOAT32) function(Float32{});
 }
 
 template <class T>
