@@ -38,6 +38,8 @@ from mla_fx.effects import InputError
 WHAT: Final = "the library of kernels of the CPU backend"
 #: Engines from the fastest on, and the bit that says in the library that the processor has one.
 ENGINES: Final = {"amx": 4, "avx512_bf16": 2, "fma": 1}
+#: The library's numbers of activations' dtypes: `Format` in formats.h.
+FORMATS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _TYPES: Final = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float}
 CHOICE: Final = "MLA_FX_CPU_ENGINE"
 

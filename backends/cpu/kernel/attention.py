@@ -15,8 +15,6 @@ import torch
 
 from mla_fx.backends.cpu import kernel
 
-#: As `Kind` in call.h.
-KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: As `Call` in call.h. One packed argument: ctypes takes 2 us longer for 24.
 _CALL: Final = struct.Struct("@i4P4qP2q2P5qf2Pi")
 
@@ -25,7 +23,7 @@ def serves(q_latent: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> 
     """Whether there is a kernel for these queries and keys: float64 is not its own, nor are features with gaps."""
     return (
         kernel.engine() is not None
-        and q_latent.dtype in KINDS
+        and q_latent.dtype in kernel.FORMATS
         and latent.stride(-1) == rope.stride(-1) == 1
         and q_latent.numel() > 0
     )
@@ -77,7 +75,7 @@ def _attend(
     out, lse = torch.empty_like(q_latent), q_latent.new_empty((tokens, heads), dtype=torch.float32)
     new, cached = array("q", queries), None if keys is None else array("q", keys)
     call = _CALL.pack(
-        KINDS[q_latent.dtype],
+        kernel.FORMATS[q_latent.dtype],
         *(q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(), *strides, *blocks),
         *(new.buffer_info()[0], 0 if cached is None else cached.buffer_info()[0]),
         *(len(new), tokens, heads, features, q_rope.shape[2], scale),

@@ -43,7 +43,7 @@ EXPORT int mla_fx_engines() {
 EXPORT void mla_fx_attend(int engine, const Call* asked) {
   Call call = *asked;
   call.threads = allowed(call.threads);
-  const bool pairs = call.kind == BFLOAT16 && call.latent % 32 == 0 && call.rope % 32 == 0;
+  const bool pairs = call.format == BFLOAT16 && call.latent % 32 == 0 && call.rope % 32 == 0;
   if (pairs && engine == AMX) return attend_amx(call);
   if (pairs && engine == AVX512_BF16) return attend_avx512_bf16(call);
   has_avx512() ? attend_fma16(call) : attend_fma8(call);
