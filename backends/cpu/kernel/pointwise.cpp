@@ -217,3 +217,22 @@ EXPORT void mla_fx_permute(const void* x, int64_t x_row, const int32_t* experts,
     memcpy(static_cast<char*>(rows) + g * row, static_cast<const char*>(x) + pair / top * x_row, row);
   }
 }
+
+// What each of `ranks` ranks is sent: its heads' outputs, `out` bytes of a token, and at the end of `size` bytes its LSEs.
+EXPORT void mla_fx_pack(const char* outs, const char* lses, char* payload, int64_t tokens, int64_t ranks, int64_t out,
+                        int64_t lse, int64_t size, int threads) {
+  const int64_t turns = tokens * ranks;
+  const auto lay = [=](int64_t turn) {
+    const int64_t r = turn / tokens, t = turn % tokens, from = t * ranks + r;
+    char* part = payload + r * size;
+    memcpy(part + t * out, outs + from * out, out);
+    memcpy(part + size - (tokens - t) * lse, lses + from * lse, lse);
+  };
+  threads = crew(turns * out, threads);
+  if (threads > 1) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t turn = 0; turn < turns; turn++) lay(turn);
+  } else {  // a region, of one thread too, takes a quarter of what the heads of a token do
+    for (int64_t turn = 0; turn < turns; turn++) lay(turn);
+  }
+}
