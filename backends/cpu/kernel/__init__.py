@@ -45,7 +45,7 @@ CHOICE: Final = "MLA_FX_CPU_ENGINE"
 
 _HERE = Path(__file__).resolve().parent
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 #: What is compiled, and for which instructions.
 _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "entry.cpp": (),
@@ -54,7 +54,7 @@ _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
     "amx.cpp": (*_AVX512, "-mavx512bf16"),  # the tiles' instructions are written out
     "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "linear_512.cpp": (*_AVX512, "-mavx512dq"),
+    "linear_512.cpp": _AVX512,
     "pointwise.cpp": ("-O3", "-mavx2", "-mfma", "-mf16c"),
 }
 
