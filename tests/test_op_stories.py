@@ -64,10 +64,10 @@ def test_no_descriptor_is_without_an_op():
 
 @each_op
 def test_a_rule_lies_in_the_file_of_its_op(op):
-    """In each backend's own folder or in the common one; of a collective in the common one, for all."""
+    """In each backend's own folder or in the common one; of a collective, each of its halves."""
     assert op.__module__ == f"{ops.__name__}.{stem(op)}"
     for backend in BACKENDS.values():
-        homes = {common.__name__} if op.communicates else {common.__name__, backend.__name__}
+        homes = {common.__name__, backend.__name__}
         for rule in rules_of(backend.TABLE, op):
             home, _, name = rule.__module__.rpartition(".")
             assert home in homes and name == stem(op)

@@ -10,6 +10,8 @@ bits pass through integer views only, never through arithmetic, so every pattern
 arrives as it was: infinities, NaN payloads, values beyond 65504.
 """
 
+from functools import cache
+
 import torch
 
 from mla_fx.dtypes import wide
@@ -25,19 +27,19 @@ def pack(out: torch.Tensor, lse: torch.Tensor, *, ranks: int) -> torch.Tensor:
     tokens, heads, latent = out.shape
     own, bits = heads // ranks, _BITS[lse.dtype]
     payload = room(out, ranks=ranks)
-    count, start, _ = _lanes(out.dtype, tokens * own, latent)
+    count, start, _ = lanes(out.dtype, tokens * own, latent)
     if tokens:
         outs = payload[:, :count].view(ranks, tokens, own, latent)
         outs.copy_(out.view(tokens, ranks, own, latent).transpose(0, 1))
-        lanes = payload[:, start:].view(bits).view(ranks, tokens, own)
-        lanes.copy_(lse.view(bits).view(tokens, ranks, own).transpose(0, 1))
+        lses = payload[:, start:].view(bits).view(ranks, tokens, own)
+        lses.copy_(lse.view(bits).view(tokens, ranks, own).transpose(0, 1))
     return payload
 
 
 def room(out: torch.Tensor, *, ranks: int) -> torch.Tensor:
     """A payload [W, E] for `out` [T, H, L] and its LSEs, not yet written; `unpack` gives its parts."""
     tokens, heads, latent = out.shape
-    _, _, end = _lanes(out.dtype, tokens * heads // ranks, latent)
+    _, _, end = lanes(out.dtype, tokens * heads // ranks, latent)
     return out.new_empty((ranks, end))
 
 
@@ -50,12 +52,13 @@ def unpack(payload: torch.Tensor, shape: tuple[int, int, int]) -> tuple[torch.Te
     kind = wide(payload.dtype)
     if not tokens:
         return payload.new_empty((ranks, *shape)), payload.new_empty((ranks, tokens, own), dtype=kind)
-    count, start, _ = _lanes(payload.dtype, tokens * own, latent)
+    count, start, _ = lanes(payload.dtype, tokens * own, latent)
     outs = payload[:, :count].view(ranks, *shape)
     return outs, payload[:, start:].view(kind).view(ranks, tokens, own)
 
 
-def _lanes(dtype: torch.dtype, rows: int, latent: int) -> tuple[int, int, int]:
+@cache
+def lanes(dtype: torch.dtype, rows: int, latent: int) -> tuple[int, int, int]:
     """Where the outputs of `rows` heads end, where their LSEs start, and where these end."""
     wide_lanes = wide(dtype).itemsize // dtype.itemsize
     count = rows * latent

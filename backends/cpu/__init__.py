@@ -12,6 +12,7 @@ from typing import Final
 from mla_fx.backends import common
 from mla_fx.backends.cpu import (
     absorb_query,
+    all_to_all,
     combine,
     current_attention,
     expanded_attention,
@@ -39,6 +40,7 @@ TABLE: Final = Table(
     {
         **common.RULES,
         ops.AbsorbQuery: absorb_query.rule,
+        ops.AllToAll: all_to_all.rule,
         ops.Combine: combine.rule,
         ops.CurrentAttention: current_attention.rule,
         ops.ExpandedAttention: expanded_attention.rule,

@@ -3,20 +3,15 @@
 Each `takes` what the library takes; the plain rule beside it serves the rest.
 """
 
-from typing import Final
-
 import torch
 
 from mla_fx.backends.cpu import kernel
-
-#: The library's numbers of activations' dtypes.
-FORMATS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def takes(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether there is a library, `x` has a dtype of its own and features side by side; others lie as they are read."""
     return (
-        x.dtype in FORMATS
+        x.dtype in kernel.FORMATS
         and x.stride(-1) == 1
         and kernel.engine() is not None
         and all([other.is_contiguous() for other in others])

@@ -25,7 +25,6 @@ import torch
 from torch.nn import functional
 
 from mla_fx.backends.cpu import kernel
-from mla_fx.backends.cpu.pointwise import FORMATS
 
 #: Numbers of a weight that torch widens at a time: 2 MiB in float32.
 PIECE = 1 << 19
@@ -49,7 +48,7 @@ def has(dtype: torch.dtype) -> bool:
 @cache
 def compiled(dtype: torch.dtype) -> bool:
     """Whether products with weights of a dtype are the compiled kernel's."""
-    if dtype not in FORMATS and dtype != torch.int8:
+    if dtype not in kernel.FORMATS and dtype != torch.int8:
         return False
     return (dtype == torch.float32 or not has(dtype)) and kernel.engine() is not None
 
@@ -140,7 +139,7 @@ def quantized(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, counts
 
 def in_panels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether an int8 weight is kept in panels, and `quantized` takes it beside such activations."""
-    return x.dtype in FORMATS and weight.dim() >= 4
+    return x.dtype in kernel.FORMATS and weight.dim() >= 4
 
 
 def unpacked(weight: torch.Tensor) -> torch.Tensor:
@@ -191,7 +190,7 @@ def _call(
     """The kernel: strides of a group first, then of a row, or of a panel and a step."""
     _, product = _functions()
     product(
-        FORMATS[x.dtype],
+        kernel.FORMATS[x.dtype],
         x.data_ptr(),
         *x_strides,
         weight.data_ptr(),

@@ -2,8 +2,8 @@
 
 import torch
 
-from mla_fx.backends.cpu.kernel import function
-from mla_fx.backends.cpu.pointwise import FORMATS, takes
+from mla_fx.backends.cpu.kernel import FORMATS, function
+from mla_fx.backends.cpu.pointwise import takes
 from mla_fx.backends.device import Run
 
 

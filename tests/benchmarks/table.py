@@ -204,6 +204,15 @@ def measure(points: Iterable[Point], *, limit: Limits | None = None, seconds: fl
         yield Row(point, Spread.of(spent[""]), ratios, limit.seconds(point) if limit else 0.0)
 
 
+def hold(points: Iterable[Point], seconds: float = 0.5) -> None:
+    """Measure on one thread, print the table, and raise `AssertionError` where a peer takes less than it must."""
+    with pinned(1), torch.no_grad():
+        rows = list(measure(points, seconds=seconds))
+    print(*lines(rows), sep="\n")
+    missed = [f"{row.point.name}: {row.missed}" for row in rows if row.missed]
+    assert not missed, "; ".join(missed)
+
+
 def agree(point: Point) -> None:
     """Hold what the peers of a point compute against ours."""
     ours = _tensors(point.ours())

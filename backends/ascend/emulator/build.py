@@ -132,14 +132,14 @@ def _compile(folder: Path, operators: Sequence[str]) -> None:
     (folder / "entries.txt").write_text("\n".join(entries))
     (folder / "entries.s").write_text(assembly(entries, platform.machine()))
     (folder / "empty.cpp").write_text("")
-    command = [compiled.compiler(WHAT), "-w", "-O1", "-std=c++17", "-fPIC"]
+    command: list[str | Path] = [compiled.compiler(WHAT), "-w", "-O1", "-std=c++17", "-fPIC"]
     command += [f"-I{root / 'include' / part}" for part in (".", "third_party/hccl/inc")]
     sources = [*_HERE.glob("*.cpp"), *(folder / name for name in ("absent.cpp", "empty.cpp", "entries.s"))]
     compiled.run(*([*command, "-c", source, "-o", folder / f"{source.stem}.o"] for source in sources))
     for library in LIBRARIES:  # the first is what all others link to
         objects = [folder / f"{name}.o" for name in _OBJECTS.get(library, ("empty",))]
         linked = [] if library == LIBRARIES[0] else ["-Wl,--no-as-needed", f"-L{folder}", f"-l{LIBRARIES[0][3:]}"]
-        output = [*linked, "-o", folder / f"{library}.so", f"-Wl,-soname,{library}.so"]
+        output: list[str | Path] = [*linked, "-o", folder / f"{library}.so", f"-Wl,-soname,{library}.so"]
         compiled.run([*command, "-shared", *objects, *output])
     for made in folder.glob("*.o"):
         made.unlink()

@@ -38,12 +38,14 @@ from mla_fx.effects import InputError
 WHAT: Final = "the library of kernels of the CPU backend"
 #: Engines from the fastest on, and the bit that says in the library that the processor has one.
 ENGINES: Final = {"amx": 4, "avx512_bf16": 2, "fma": 1}
+#: The library's numbers of activations' dtypes: `Format` in formats.h.
+FORMATS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _TYPES: Final = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float}
 CHOICE: Final = "MLA_FX_CPU_ENGINE"
 
 _HERE = Path(__file__).resolve().parent
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 #: What is compiled, and for which instructions.
 _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "entry.cpp": (),
@@ -52,7 +54,7 @@ _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "avx512_bf16.cpp": (*_AVX512, "-mavx512bf16"),
     "amx.cpp": (*_AVX512, "-mavx512bf16"),  # the tiles' instructions are written out
     "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "linear_512.cpp": (*_AVX512, "-mavx512dq"),
+    "linear_512.cpp": _AVX512,
     "pointwise.cpp": ("-O3", "-mavx2", "-mfma", "-mf16c"),
 }
 

@@ -8,7 +8,7 @@ namespace {
 // c[16 M][16 N] = a b, or plus that where `add`.  The rows of a go on in `rest`; b is [features / 2][width][2].  Sums
 // are in tiles 0 to 3, right operands in 4 and 5, left ones in 6 and 7.
 template <int M, int N>
-INLINE void tile_product(Left a, Left rest, const Bf16* b, int width, float* c, long ldc, bool add) {
+APART void tile_product(Left a, Left rest, const Bf16* b, int width, float* c, long ldc, bool add) {
   float *c1 = c + 16, *c2 = c + 16 * ldc, *c3 = c2 + 16;
   if (add) {
     tile_load<0>(c, 4 * ldc);

@@ -9,12 +9,12 @@
 // and rows whose maximum stays are not rescaled.  Source: online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 //
 // An engine E of numbers E::Number has
-//   lanes of rows in multiples of LANES; `panel`, the most rows of a panel; `tile`, keys at a time; `group`, by which
-//     a tile's keys are rounded up, the added ones with score -inf;
+//   lanes of rows in multiples of LANES; `panel`, the most rows of a panel, LANES or twice that; `tile`, keys at a time;
+//     `group`, by which a tile's keys are rounded up, the added ones with score -inf;
 //   floats(shape)            what it needs of memory, in floats; and a constructor with that memory
 //   pack(rows)               the queries of at most ROWS rows, before anything else
 //   scores(keys, at, n, s)   of n keys from `at` on, without the scale; rows of s behind n may be anything
-//   take(p, s, width, k, row)  what softmax has made of `group` keys from k on, LANES rows from `row` on
+//   take(weight, s, width, k, row)  `group` keys from k on, LANES rows from `row` on: softmax makes the i-th by weight(i)
 //   values(n, first, o)      o (+)= P C for the keys that `scores` had last; assigned where `first`
 //   write(o, factor, out)    one row of the result; o is as `values` has left it
 #pragma once
@@ -38,6 +38,13 @@ template <class T> struct Keys {  // of one request
   const T* latent_of(long key) const { return latent + (table ? table[key / block] * latent_block + key % block * latent_row : key * latent_row); }
   const T* rope_of(long key) const { return rope + (table ? table[key / block] * rope_block + key % block * rope_row : key * rope_row); }
   long run(long key) const { return table ? block - key % block : 1l << 40; }  // keys that lie at equal distances from here on
+  // Where n keys from `at` on lie.
+  void find(long at, int n, const T** latents, const T** ropes) const {
+    for (int k = 0; k < n;) {
+      const T *l = latent_of(at + k), *r = rope_of(at + k);
+      for (long left = run(at + k); left && k < n; left--, k++, l += latent_row, r += rope_row) latents[k] = l, ropes[k] = r;
+    }
+  }
 };
 
 template <class T> struct Rows {  // of one request
@@ -52,11 +59,14 @@ struct Sums {  // of a run of keys: o and z relative to the maximum m, which is 
   Sums(float* memory, Shape shape) : o(memory), peak(memory + long(ROWS) * shape.wide()), total(peak + ROWS) {}
 };
 
-// Columns of LANES rows from `row` on, of n keys: scores to what P C needs, with the running maximum and sum.
-template <class E> INLINE void softmax(E& e, float* s, int width, int n, int row, float scale2, bool first, Sums sums, Shape shape) {
-  Floats top = all(-INF), top2 = top;
-  for (int k = 0; k < n; k += 2) top = larger(load(s + k * width), top), top2 = larger(load(s + (k + 1) * width), top2);
-  top = larger(top, top2) * scale2;
+// Columns of LANES rows from `row` on, in a panel of W, of n keys: scores to what P C needs, with the running maximum and
+// sum.
+template <int W, class E> INLINE void softmax(E& e, float* s, int n, int row, float scale2, bool first, Sums sums, Shape shape) {
+  Floats tops[4] = {all(-INF), all(-INF), all(-INF), all(-INF)};
+  for (int k = 0; k < n; k += 4)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) tops[i] = larger(load(s + (k + i) * W), tops[i]);
+  Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])) * scale2;
   Floats before = {};
   if (!first) {
     Floats old = load(sums.peak + row);
@@ -72,13 +82,12 @@ template <class E> INLINE void softmax(E& e, float* s, int width, int n, int row
   store(sums.peak + row, top);
   Floats total = {};
   for (int k = 0; k < n; k += E::group) {
-    Floats p[E::group];
-#pragma GCC unroll 32
-    for (int i = 0; i < E::group; i++) {
-      p[i] = exp2(load(s + (k + i) * width) * scale2 - top);
-      total += p[i];
-    }
-    e.take(p, s, width, k, row);
+    auto weight = [&](int i) __attribute__((always_inline)) {
+      Floats p = exp2(load(s + (k + i) * W) * scale2 - top);
+      total += p;
+      return p;
+    };
+    e.take(weight, s, W, k, row);
   }
   store(sums.total + row, before + total);
 }
@@ -92,12 +101,13 @@ template <class E> void attend(E& e, const Keys<typename E::Number>& keys, long 
     for (int row = 0, width; row < rows.count; row += width) {
       width = least(E::panel, up_to(rows.count - row, LANES));
       float* panel = s + long(row) * E::tile;
-      for (int k = 0; k < padded; k++) {
+      for (int k = heads ? 0 : n; k < padded; k++) {
         long hidden = k >= n ? width : heads ? (at + k) * heads - rows.first - row : 0;  // rows before the key's token
         for (int i = 0; i < least(hidden, width); i++) panel[k * width + i] = -INF;
       }
       for (int i = 0; i < width; i += LANES)
-        softmax(e, panel + i, width, padded, row + i, scale / LN2, at == from, sums, shape);
+        width == LANES ? softmax<LANES>(e, panel + i, padded, row + i, scale / LN2, at == from, sums, shape)
+                       : softmax<E::panel>(e, panel + i, padded, row + i, scale / LN2, at == from, sums, shape);
     }
     e.values(n, at == from, sums.o);
   }

@@ -5,24 +5,32 @@
 namespace {
 
 // c[R][16 V] = a b, or plus that where `add`.  The rows of a go on in `rest`; b is [features / 2][width][2].
-template <int R, int V> INLINE void dots(Left a, Left rest, const Bf16* b, int width, float* c, long ldc, bool add) {
+template <int R, int V> APART void dots(Left a, Left rest, const Bf16* b, int width, float* c, long ldc, bool add) {
   __m512 sum[R][V];
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 2
     for (int j = 0; j < V; j++) sum[i][j] = add ? (__m512)load(c + i * ldc + j * 16) : __m512{};
-  for (int part = 0; part < 2; part++, a = rest)
+  for (int part = 0; part < 2; part++, a = rest) {
+    const Bf16* fourth[(R + 3) / 4];  // every fourth row; from one alone there would be more distances than registers
+    for (int i = 0; i < R; i += 4) {
+      fourth[i / 4] = a.from + i * a.row;
+      asm("" : "+r"(fourth[i / 4]));  // and it stays so
+    }
     for (int f = 0; f < a.features; f += 2, b += 2 * width) {
       __m512bh right[V];
 #pragma GCC unroll 2
       for (int j = 0; j < V; j++) right[j] = (__m512bh)_mm512_load_si512(b + j * 32);
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) {
-        const __m512bh left = (__m512bh)_mm512_set1_epi32(raw<Bf16, int>(a.from + i * a.row + f));
+        const __m512bh left = (__m512bh)_mm512_set1_epi32(raw<Bf16, int>(fourth[i / 4] + i % 4 * a.row));
 #pragma GCC unroll 2
         for (int j = 0; j < V; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], left, right[j]);
       }
+#pragma GCC unroll 4
+      for (int i = 0; i < R; i += 4) fourth[i / 4] += 2;
     }
+  }
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 2

@@ -122,18 +122,39 @@ template <class Products> struct PairsOfBf16 {
     latent = {to, shape.latent, shape.latent}, rope = {rope_to, shape.rope, shape.rope};
   }
 
-  // Pairs of keys, 16 rows each, to rows of 32 keys.
-  INLINE void take(const Floats* x, float*, int, int k, int row) {
-    alignas(64) static const uint16_t WEAVE[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i weave = _mm512_load_si512(WEAVE);
-    __m512i r[16];
+  // 32 keys of 16 rows each to rows of 32 keys.  Bits of a key's number go from registers' to elements', where 3 is
+  // first, as the upper half, then 0, 1, 2 and 4; of a row's number 2, 1, 0 and 3 become registers'.
+  template <class F> INLINE void take(F weight, float*, int, int k, int row) {
+    __m512i r[16], t[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-      r[i] = _mm512_permutexvar_epi16(weave, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[2 * i + 1], (__m512)x[2 * i]));
-    transpose(r);
+    for (int i = 0; i < 16; i++) {
+      const int key = i % 8 + i / 8 * 16;
+      const __m512 lower = (__m512)weight(key), upper = (__m512)weight(key + 8);
+      r[i] = (__m512i)_mm512_cvtne2ps_pbh(upper, lower);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_epi16(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_epi16(r[i], r[i + 1]);
+    }
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) _mm512_store_si512(p + (row + i) * P_ROW + k, r[i]);
+    for (int i = 0; i < 16; i++) {
+      if (i & 2) continue;
+      r[i] = _mm512_unpacklo_epi32(t[i], t[i + 2]);
+      r[i + 2] = _mm512_unpackhi_epi32(t[i], t[i + 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+      if (i & 4) continue;
+      t[i] = _mm512_unpacklo_epi64(r[i], r[i + 4]);
+      t[i + 4] = _mm512_unpackhi_epi64(r[i], r[i + 4]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      Bf16* to = p + (row + (i & 1) * 4 + (i & 2) + (i >> 2)) * P_ROW + k;
+      _mm512_store_si512(to, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+      _mm512_store_si512(to + 8 * P_ROW, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    }
   }
 
   void values(int, bool first, float* o) {
@@ -145,12 +166,17 @@ template <class Products> struct PairsOfBf16 {
   // COLUMNS columns of STEP keys, of which `real` count and the others are 0, whatever lies there.  The columns come in
   // the order of unpacklo and unpackhi, which `write` undoes.
   static void pack_values(Left c, int d, int real, Bf16* to) {
-    for (int i = 0; i < STEP; i += 2, to += 2 * COLUMNS) {
-      const __m512i a = i < real ? _mm512_loadu_si512(c.from + i * c.row + d) : _mm512_setzero_si512();
-      const __m512i b = i + 1 < real ? _mm512_loadu_si512(c.from + (i + 1) * c.row + d) : _mm512_setzero_si512();
+    const auto pair = [&](__m512i a, __m512i b) __attribute__((always_inline)) {
       _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
       _mm512_store_si512(to + COLUMNS, _mm512_unpackhi_epi16(a, b));
-    }
+      to += 2 * COLUMNS;
+    };
+    const Bf16* from = c.from + d;
+    int i = 0;
+    for (; i + 2 <= least(real, STEP); i += 2, from += 2 * c.row)
+      pair(_mm512_loadu_si512(from), _mm512_loadu_si512(from + c.row));
+    if (i < STEP && i < real) pair(_mm512_loadu_si512(from), _mm512_setzero_si512()), i += 2;
+    for (; i < STEP; i += 2) pair(_mm512_setzero_si512(), _mm512_setzero_si512());
   }
 
   void write(const float* o, float factor, Bf16* out) const {

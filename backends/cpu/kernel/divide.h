@@ -252,7 +252,7 @@ template <class E> void run(const Call& call) {
 }
 
 template <template <class> class E> void attend_all(const Call& call) {
-  call.kind == FLOAT32 ? run<E<float>>(call) : call.kind == BFLOAT16 ? run<E<Bf16>>(call) : run<E<Fp16>>(call);
+  call.format == FLOAT32 ? run<E<float>>(call) : call.format == BFLOAT16 ? run<E<Bf16>>(call) : run<E<Fp16>>(call);
 }
 
 }  // namespace

@@ -12,7 +12,8 @@
 namespace {
 
 bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
 // Tiles and their products of bf16, by leaf 7 of cpuid; and the system's permission to use them, which it gives to the
@@ -40,15 +41,10 @@ EXPORT int mla_fx_engines() {
 }
 
 // See Call.  `engine` is one bit of mla_fx_engines.
-EXPORT void mla_fx_attend(int engine, int kind, const void* q_latent, const void* q_rope, const void* k_latent,
-                          const void* k_rope, long latent_block, long latent_row, long rope_block, long rope_row,
-                          const int* table, long table_row, long block, const long* queries, const long* keys,
-                          long requests, long tokens, long heads, long latent, long rope, float scale, void* out,
-                          float* lse, int threads) {
-  Call call = {kind, q_latent, q_rope, k_latent, k_rope, latent_block, latent_row, rope_block, rope_row, table,
-               table_row, block, queries, keys, requests, tokens, heads, latent, rope, scale, out, lse,
-               allowed(threads)};
-  const bool pairs = kind == BFLOAT16 && latent % 32 == 0 && rope % 32 == 0;
+EXPORT void mla_fx_attend(int engine, const Call* asked) {
+  Call call = *asked;
+  call.threads = allowed(call.threads);
+  const bool pairs = call.format == BFLOAT16 && call.latent % 32 == 0 && call.rope % 32 == 0;
   if (pairs && engine == AMX) return attend_amx(call);
   if (pairs && engine == AVX512_BF16) return attend_avx512_bf16(call);
   has_avx512() ? attend_fma16(call) : attend_fma8(call);

@@ -93,8 +93,9 @@ struct Products {
     }
   }
 
-  INLINE void take(const Floats* p, float* s, int width, int k, int) {
-    for (int i = 0; i < group; i++) store(s + (k + i) * width, p[i]);
+  template <class F> INLINE void take(F weight, float* s, int width, int k, int) {
+#pragma GCC unroll 4
+    for (int i = 0; i < group; i++) store(s + (k + i) * width, weight(i));
   }
 
   void values(int n, bool first, float* o) {

@@ -20,6 +20,7 @@
 #include <memory>
 
 #include "allowed.h"
+#include "formats.h"
 
 #if defined(__AVX512BW__)
 #define WIDE 16
@@ -36,14 +37,11 @@ constexpr int ROWS = 6;      // of a tile, at most
 constexpr int BLOCK = 96;    // rows that are widened at a time: their weights are read once
 constexpr int AHEAD = 4096;  // bytes of a panel that are fetched ahead of their use
 constexpr int SOME = 4;      // panels that a thread takes at a time
-constexpr int64_t ALONE = 1 << 16;  // products below which threads are not worth waking
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(LANES * 2)));
-
-int crew(int64_t products, int64_t threads) { return products < ALONE ? 1 : allowed(static_cast<int>(threads)); }
 
 template <class V>
 V load(const void* at) {
@@ -289,7 +287,7 @@ void pack(const Unit* from, Unit* to, int64_t features, int64_t depth, int64_t t
 
 }  // namespace
 
-// `format` of the activations: 0 bfloat16, 1 float16, 2 float32; the weight is in the same one, or, beside scales, int8.
+// `format` of the activations; the weight is in the same one, or, beside scales, int8.
 extern "C" __attribute__((visibility("default"))) void NAMED(mla_fx_linear_, WIDE)(
     int format, const void* x, int64_t x_group, int64_t x_row, const void* weight, int64_t weight_group, int64_t panel,
     int64_t step, const float* scale, void* out, int64_t out_group, int64_t out_row, const int64_t* counts,
@@ -297,9 +295,9 @@ extern "C" __attribute__((visibility("default"))) void NAMED(mla_fx_linear_, WID
   const Call call{x,       x_group, x_row,  weight, weight_group, panel,    step,  scale,  out, out_group,
                   out_row, counts,  groups, rows,   features,     depth,    threads};
   switch (format) {
-    case 0: return scale ? product<Quantized<BFloat16>>(call) : product<Plain<BFloat16>>(call);
-    case 1: return scale ? product<Quantized<Float16>>(call) : product<Plain<Float16>>(call);
-    case 2: return scale ? product<Quantized<Float32>>(call) : product<Plain<Float32>>(call);
+    case BFLOAT16: return scale ? product<Quantized<BFloat16>>(call) : product<Plain<BFloat16>>(call);
+    case FLOAT16: return scale ? product<Quantized<Float16>>(call) : product<Plain<Float16>>(call);
+    case FLOAT32: return scale ? product<Quantized<Float32>>(call) : product<Plain<Float32>>(call);
   }
 }
 

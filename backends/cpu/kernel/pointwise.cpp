@@ -8,15 +8,13 @@
 #include <memory>
 
 #include "allowed.h"
+#include "formats.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
 constexpr int LANES = 8, PIECE = 512;
-constexpr int64_t ALONE = 1 << 16;  // numbers below which threads are not worth waking
-
-int crew(int64_t numbers, int threads) { return numbers < ALONE ? 1 : allowed(threads); }
 
 struct BFloat16 {
   uint16_t bits;
@@ -141,12 +139,12 @@ void combine(const T* recv, int64_t recv_rank, const float* recv_lse, int64_t ls
   }
 }
 
-// A function of a format, by its number: 0 bfloat16, 1 float16, 2 float32.
+// A function of a format, by its number.
 template <class Function>
 void with(int format, Function function) {
-  if (format == 0) function(BFloat16{});
-  if (format == 1) function(Float16{});
-  if (format == 2) function(Float32{});
+  if (format == BFLOAT16) function(BFloat16{});
+  if (format == FLOAT16) function(Float16{});
+  if (format == FLOAT32) function(Float32{});
 }
 
 template <class T>
@@ -217,5 +215,24 @@ EXPORT void mla_fx_permute(const void* x, int64_t x_row, const int32_t* experts,
     const int64_t g = begins[y]++;
     source[pair] = static_cast<int32_t>(g);
     memcpy(static_cast<char*>(rows) + g * row, static_cast<const char*>(x) + pair / top * x_row, row);
+  }
+}
+
+// What each of `ranks` ranks is sent: its heads' outputs, `out` bytes of a token, and at the end of `size` bytes its LSEs.
+EXPORT void mla_fx_pack(const char* outs, const char* lses, char* payload, int64_t tokens, int64_t ranks, int64_t out,
+                        int64_t lse, int64_t size, int threads) {
+  const int64_t turns = tokens * ranks;
+  const auto lay = [=](int64_t turn) {
+    const int64_t r = turn / tokens, t = turn % tokens, from = t * ranks + r;
+    char* part = payload + r * size;
+    memcpy(part + t * out, outs + from * out, out);
+    memcpy(part + size - (tokens - t) * lse, lses + from * lse, lse);
+  };
+  threads = crew(turns * out, threads);
+  if (threads > 1) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t turn = 0; turn < turns; turn++) lay(turn);
+  } else {  // a region, of one thread too, takes a quarter of what the heads of a token do
+    for (int64_t turn = 0; turn < turns; turn++) lay(turn);
   }
 }

@@ -107,11 +107,6 @@ MLA_INLINE __m512i shuffle_i32x4(__m512i a, __m512i b) {  // 128 bits each: two 
   }
   return bits<__m512i>(r);
 }
-MLA_INLINE __m512i permutexvar_epi16(__m512i index, __m512i a) {
-  I16 at = bits<I16>(index), x = bits<I16>(a), r;
-  for (int i = 0; i < 32; i++) r.x[i] = x.x[at.x[i] & 31];
-  return bits<__m512i>(r);
-}
 MLA_INLINE __m512 permutex2var_ps(__m512 a, __m512i index, __m512 b) {  // bit 4 of an index: b
   I32 at = bits<I32>(index);
   F32 x = bits<F32>(a), y = bits<F32>(b), r;
@@ -136,6 +131,31 @@ MLA_INLINE __m512 dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
     s.x[i] = fused(widened(x.x[2 * i]), widened(y.x[2 * i]), upper);
   }
   return bits<__m512>(s);
+}
+
+// ---- float32 ----
+
+template <class F>
+MLA_INLINE __m512 each(__m512 a, __m512 b, F f) {
+  F32 x = bits<F32>(a), y = bits<F32>(b);
+  for (int i = 0; i < 16; i++) x.x[i] = f(x.x[i], y.x[i]);
+  return bits<__m512>(x);
+}
+MLA_INLINE __m512 max_ps(__m512 a, __m512 b) {  // b where either is no number, and of two zeros
+  return each(a, b, [](float x, float y) { return x > y ? x : y; });
+}
+// What is left of a number beside its floor, all bits before the point (immediate 1; 8: nothing is reported).
+template <int immediate>
+MLA_INLINE __m512 reduce_ps(__m512 a) {
+  static_assert((immediate & ~8) == 1);
+  return each(a, a, [](float x, float) { return std::isinf(x) ? 0.f : x - std::floor(x); });
+}
+MLA_INLINE __m512 scalef_ps(__m512 a, __m512 b) {  // a 2^floor(b), for a that is neither 0 nor infinite
+  return each(a, b, [](float x, float y) {
+    if (x != x || y != y) return x + y;
+    const float power = std::floor(y);
+    return power < -1000 ? std::copysign(0.f, x) : std::ldexp(x, power > 1000 ? 1000 : int(power));
+  });
 }
 
 // ---- fp16, which the processor converts 8 at a time ----
@@ -241,7 +261,6 @@ inline void tiledot(int c, int a, int b) {
 #define _mm512_store_si512 ::emulated::store_si512
 #define _mm512_setzero_si512 ::emulated::setzero_si512
 #define _mm512_set1_epi32 ::emulated::set1_epi32
-#define _mm512_permutexvar_epi16 ::emulated::permutexvar_epi16
 #define _mm512_permutex2var_ps ::emulated::permutex2var_ps
 #define _mm512_cvtne2ps_pbh ::emulated::cvtne2ps_pbh
 #define _mm512_dpbf16_ps ::emulated::dpbf16_ps
@@ -252,7 +271,11 @@ inline void tiledot(int c, int a, int b) {
 #define _mm512_unpackhi_epi32 ::emulated::unpackhi_epi32
 #define _mm512_unpacklo_epi64 ::emulated::unpacklo_epi64
 #define _mm512_unpackhi_epi64 ::emulated::unpackhi_epi64
+#define _mm512_max_ps ::emulated::max_ps
+#define _mm512_scalef_ps ::emulated::scalef_ps
+#undef _mm512_reduce_ps
 #undef _mm512_shuffle_i32x4
 #undef _mm512_cvtps_ph
 #define _mm512_shuffle_i32x4(a, b, i) ::emulated::shuffle_i32x4<i>(a, b)
+#define _mm512_reduce_ps(a, i) ::emulated::reduce_ps<i>(a)
 #define _mm512_cvtps_ph(a, i) ::emulated::cvtps_ph<i>(a)

@@ -145,7 +145,6 @@ ORDERS = {
     "unpackhi_epi64": ("8Q", lambda a, b: [v for at in range(1, 8, 2) for v in (a[at], b[at])]),
     "shuffle_even": ("16I", lambda a, b: [*a[0:4], *a[8:12], *b[0:4], *b[8:12]]),
     "shuffle_odd": ("16I", lambda a, b: [*a[4:8], *a[12:16], *b[4:8], *b[12:16]]),
-    "permutexvar_epi16": ("32H", lambda a, b: [b[i & 31] for i in a]),
 }
 
 
@@ -164,6 +163,39 @@ def test_permutation_of_two(simd) -> None:
     both = [*struct.unpack("<16I", a), *struct.unpack("<16I", b)]
     found = struct.unpack("<16I", call(simd.permutex2var_ps, a, struct.pack("<16I", *index), b))
     assert list(found) == [both[i & 31] for i in index]
+
+
+def same(found: float, right: float) -> bool:
+    """Bit for bit, but for which NaN it is."""
+    return word_of(found) == word_of(right) or (found != found and right != right)
+
+
+def test_the_larger_is_the_second_where_neither_is(simd) -> None:
+    rng = random.Random(6)
+    for _ in range(20):
+        a, b = ([value_of(rng.choice(SPECIAL)) for _ in range(16)] for _ in "ab")
+        found = unpacked(call(simd.max_ps, packed(a), packed(b)))
+        assert all(same(got, x if x > y else y) for got, x, y in zip(found, a, b, strict=True))
+
+
+def test_what_is_left_of_a_number_beside_its_floor(simd) -> None:
+    rng = random.Random(7)
+    for _ in range(20):
+        a = [rng.uniform(-2, 2) * 2.0 ** rng.randint(-30, 30) for _ in range(13)]
+        values = [value_of(word_of(x)) for x in a] + [math.inf, -math.inf, math.nan]
+        found = unpacked(call(simd.reduce_ps, packed(values)))
+        exact = [nearest(Fraction(x) - math.floor(x)) for x in values[:13]]
+        assert found[:13] == exact and list(map(abs, found[13:15])) == [0, 0] and found[15] != found[15]
+
+
+def test_scaling_by_a_power_that_is_rounded_down(simd) -> None:
+    rng = random.Random(8)
+    for _ in range(20):
+        a = [value_of(word_of(rng.uniform(0.5, 2))) for _ in range(16)]
+        b = [value_of(word_of(rng.uniform(-200, 200))) for _ in range(12)] + [-math.inf, -1e30, math.nan, 0.0]
+        found = unpacked(call(simd.scalef_ps, packed(a), packed(b)))
+        exact = [nearest(Fraction(x) * Fraction(2) ** math.floor(y)) for x, y in zip(a[:12], b[:12], strict=True)]
+        assert found[:12] == exact and found[12:14] == [0, 0] and found[14] != found[14] and found[15] == a[15]
 
 
 def test_constants(simd) -> None:
