@@ -14,9 +14,10 @@ template <class T> struct Narrow {
   Shape shape;
   float *q, *s;  // [row][feature], [row][key of the tile]
 
-  static bool takes(Shape shape) { return shape.latent % (8 * LANES) == 0 && shape.rope % LANES == 0; }
+  static bool takes(Shape shape, long rows) { return rows <= NARROW && shape.latent % (8 * LANES) == 0 && shape.rope % LANES == 0; }
   static long floats(Shape shape) { return NARROW * long(shape.features() + NARROW_TILE); }
-  Narrow(float* memory, Shape shape) : shape(shape), q(memory), s(memory + NARROW * long(shape.features())) {}
+  Narrow(Shape shape, float* q, float* s) : shape(shape), q(q), s(s) {}
+  Narrow(float* memory, Shape shape) : Narrow(shape, memory, memory + NARROW * long(shape.features())) {}
 
   void pack(const Rows<T>& rows) {
     for (int row = 0; row < rows.count; row++) {
@@ -102,19 +103,26 @@ template <class T> struct Narrow {
     for (int d = 0; d < shape.latent; d += N * LANES) value<R, N>(latent, n, row, d, first, sums);
   }
 
+  // Where the keys of a tile from `at` on lie, and how many; up to the next multiple of `group` the last one goes for
+  // those that are not there.
+  static int tile_of(const Keys<T>& keys, long at, long to, int group, const T** latent, const T** rope) {
+    const int n = least(NARROW_TILE, to - at);
+    for (int k = 0; k < up_to(n, group); k++) {
+      long key = at + least(k, n - 1);
+      latent[k] = keys.latent_of(key), rope[k] = keys.rope_of(key);
+    }
+    return n;
+  }
+
   // As attend() of attend.h.
   void attend(const Keys<T>& keys, long from, long to, const Rows<T>& rows, long heads, float scale, Sums sums) {
     const T *latent[NARROW_TILE], *rope[NARROW_TILE];
     for (long at = from; at < to; at += NARROW_TILE) {
-      int n = least(NARROW_TILE, to - at);
-      for (int k = 0; k < up_to(n, 4); k++) {  // scores are made by up to 4: the last key goes for those that are not
-        long key = at + least(k, n - 1);
-        latent[k] = keys.latent_of(key), rope[k] = keys.rope_of(key);
-      }
-      by_rows(rows.count, [&](int row, auto some) { scores<decltype(some)::count>(latent, rope, n, row); });
+      const int n = tile_of(keys, at, to, 4, latent, rope);
+      by_rows<4>(rows.count, [&](int row, auto some) { scores<decltype(some)::count>(latent, rope, n, row); });
       for (int row = 0; row < rows.count; row++)
         softmax(row, n, heads ? (rows.first + row) / heads + 1 - at : n, scale / LN2, at == from, sums);
-      by_rows(rows.count, [&](int row, auto some) { values<decltype(some)::count>(latent, n, row, at == from, sums); });
+      by_rows<4>(rows.count, [&](int row, auto some) { values<decltype(some)::count>(latent, n, row, at == from, sums); });
     }
   }
 
@@ -125,11 +133,9 @@ template <class T> struct Narrow {
   template <int R> struct Count {
     static constexpr int count = R;
   };
-  template <class F> static INLINE void by_rows(int rows, F f) {  // 4 at a time, then 2, then 1
-    int row = 0;
-    for (; row + 4 <= rows; row += 4) f(row, Count<4>{});
-    if ((rows - row) & 2) f(row, Count<2>{}), row += 2;
-    if (row < rows) f(row, Count<1>{});
+  template <int M, class F> static INLINE void by_rows(int rows, F f, int row = 0) {  // M at a time, then half of that
+    for (; row + M <= rows; row += M) f(row, Count<M>{});
+    if constexpr (M > 1) by_rows<M / 2>(rows, f, row);
   }
 };
 
