@@ -38,6 +38,13 @@ template <class T> struct Keys {  // of one request
   const T* latent_of(long key) const { return latent + (table ? table[key / block] * latent_block + key % block * latent_row : key * latent_row); }
   const T* rope_of(long key) const { return rope + (table ? table[key / block] * rope_block + key % block * rope_row : key * rope_row); }
   long run(long key) const { return table ? block - key % block : 1l << 40; }  // keys that lie at equal distances from here on
+  // Where n keys from `at` on lie.
+  void find(long at, int n, const T** latents, const T** ropes) const {
+    for (int k = 0; k < n;) {
+      const T *l = latent_of(at + k), *r = rope_of(at + k);
+      for (long left = run(at + k); left && k < n; left--, k++, l += latent_row, r += rope_row) latents[k] = l, ropes[k] = r;
+    }
+  }
 };
 
 template <class T> struct Rows {  // of one request

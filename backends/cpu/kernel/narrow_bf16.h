@@ -53,8 +53,8 @@ struct NarrowPairs : Narrow<Bf16> {
       const Bf16* own = (part ? rows.rope : rows.latent) + long(row) * n;
       for (int f = 0; f < n; f += 32) {
         __m512bh c[N];
-#pragma GCC unroll 8
-        for (int i = 0; i < N; i++) c[i] = pairs(from[i] + f);
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) c[i] = pairs(from[i] + f), __builtin_prefetch(from[i + AHEAD] + f);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const __m512bh x = pairs(own + long(r) * n + f);
@@ -68,10 +68,9 @@ struct NarrowPairs : Narrow<Bf16> {
   }
 
   template <int R> APART void scores(const Bf16* const* latent, const Bf16* const* rope, int n, int row) {
-    constexpr int N = R == 1 ? 8 : R == 8 ? 2 : 4, KEYS = LANES / R;  // at a time, and until their sums are taken
+    constexpr int N = R == 8 ? 2 : 4, KEYS = LANES / R;  // at a time, and until their sums are taken
     for (int k = 0; k < n; k += KEYS) {
       Floats v[LANES];
-#pragma GCC unroll 2
       for (int i = 0; i < KEYS; i += N) spread<R, N>(latent + k + i, rope + k + i, row, v + i * R);
       float sums[LANES];
       store(sums, sums_of(v));
@@ -114,14 +113,16 @@ struct NarrowPairs : Narrow<Bf16> {
 
   // As attend() of attend.h.
   void attend(const Keys<Bf16>& keys, long from, long to, const Rows<Bf16>& rows, long heads, float scale, Sums sums) {
-    const Bf16 *latent[NARROW_TILE], *rope[NARROW_TILE];
+    const Bf16 *latent[NARROW_TILE + AHEAD], *rope[NARROW_TILE + AHEAD];
     for (long at = from; at < to; at += NARROW_TILE) {
-      const int n = tile_of(keys, at, to, LANES, latent, rope);
+      const int n = tile_of(keys, at, to, latent, rope);
       by_rows<FEW>(rows.count, [&](int row, auto some) { scores<decltype(some)::count>(latent, rope, n, row); });
       for (int row = 0; row < rows.count; row++) {
         softmax(row, n, heads ? (rows.first + row) / heads + 1 - at : n, scale / LN2, at == from, sums);
-        const float* weights = s + row * NARROW_TILE;
-        _mm512_store_si512(p[row], (__m512i)_mm512_cvtne2ps_pbh((__m512)load(weights + LANES), (__m512)load(weights)));
+        for (int k = 0; k < NARROW_TILE; k += 2 * LANES) {
+          const __m512 lower = (__m512)load(s + row * NARROW_TILE + k), upper = (__m512)load(s + row * NARROW_TILE + k + LANES);
+          _mm512_store_si512(p[row] + k, (__m512i)_mm512_cvtne2ps_pbh(upper, lower));
+        }
       }
       by_rows<FEW>(rows.count, [&](int row, auto some) { values<decltype(some)::count>(latent, n, row, at == from, sums); });
     }

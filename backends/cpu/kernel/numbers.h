@@ -84,6 +84,19 @@ template <class T> INLINE void store_some(T* p, Floats v, int count) {
   memcpy(p, some, count * sizeof(T));
 }
 
+// 2 LANES numbers as two vectors, in the order that is quickest, and back: bf16 come as the even ones and the odd ones.
+template <class T> INLINE void load_two(const T* p, Floats& a, Floats& b) { a = load(p), b = load(p + LANES); }
+INLINE void load_two(const Bf16* p, Floats& a, Floats& b) {
+  Words pairs = raw<Bf16, Words>(p);
+  a = (Floats)(pairs << 16), b = (Floats)(pairs & 0xffff0000);
+}
+template <class T> INLINE void store_two(T* p, Floats a, Floats b) { store(p, a), store(p + LANES, b); }
+INLINE void store_two(Bf16* p, Floats a, Floats b) {
+  Bf16 even[LANES], odd[LANES];
+  store(even, a), store(odd, b);
+  for (int i = 0; i < LANES; i++) p[2 * i] = even[i], p[2 * i + 1] = odd[i];
+}
+
 INLINE Floats larger(Floats a, Floats b) {  // b where either is NaN
 #ifdef MLA_SIXTEEN
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -96,13 +109,20 @@ INLINE float largest(Floats v) {
   for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
   return m;
 }
-INLINE float sum(Floats v) {
-  float s[LANES];
-  store(s, v);
-  for (int n = LANES / 2; n; n /= 2)
-    for (int i = 0; i < n; i++) s[i] += s[i + n];
-  return s[0];
+INLINE __m256 folded(Floats v) {  // to 8 lanes
+#ifdef MLA_SIXTEEN
+  __m256 halves[2];
+  memcpy(halves, &v, sizeof v);
+  return halves[0] + halves[1];
+#else
+  return (__m256)v;
+#endif
 }
+INLINE __m128 sums(Floats a, Floats b, Floats c, Floats d) {  // of each
+  __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(folded(a), folded(b)), _mm256_hadd_ps(folded(c), folded(d)));
+  return _mm256_castps256_ps128(pairs) + _mm256_extractf128_ps(pairs, 1);
+}
+INLINE float sum(Floats v) { return sums(v, v, v, v)[0]; }
 
 // 2^x for x up to a little above 0: relative error 2e-7, exactly 1 at 0, below -126 at most 2^-126 and 0 for -infinity,
 // NaN for NaN.  The polynomials have the least largest relative error of those that are 1 at 0.
