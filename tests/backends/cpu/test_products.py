@@ -50,10 +50,10 @@ def in_turn(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear(dtype: torch.dtype, way: str) -> None:
-    for features, out in ((16, 9), (100, 32), (7, 16), (1, 80), (33, 1008), (0, 16), (5, 0)):
+    for features, out in ((16, 9), (100, 32), (7, 16), (1, 80), (33, 1008), (0, 16), (5, 0), (600, 80)):
         weight = drawn(out, features, dtype=dtype)
         kept = keep(weight, way) if weight.numel() else products.packed(weight)
-        for rows in (0, 1, products.ROWS - 1, 5, 9, 100):
+        for rows in (0, 1, products.ROWS - 1, 5, 9, 200):
             x = drawn(rows, features, dtype=dtype, seed=1)
             found = products.linear(x, kept)
             assert found.dtype == dtype and found.shape == (rows, out) and found.is_contiguous()
@@ -106,12 +106,15 @@ def test_panels_are_sixteen_features_side_by_side(dtype: torch.dtype) -> None:
 @kernel
 @each("dtype", DTYPES)
 def test_a_row_is_the_same_alone_and_in_any_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: in batches of each number of rows that a tile has, and of more than are widened at a time."""
+    """Bit for bit: in batches of each number of rows that a tile has, and of more than are widened at a time.
+
+    Depth is more than two pieces, and no whole number of them: one row has it in one, several piece after piece.
+    """
     monkeypatch.setattr(products, "compiled", lambda dtype: True)
-    x, weight, up = drawn(200, 37, dtype=dtype), drawn(176, 37, dtype=dtype), drawn(2, 37, 176, dtype=dtype)
+    x, weight, up = drawn(260, 549, dtype=dtype), drawn(176, 549, dtype=dtype), drawn(2, 549, 176, dtype=dtype)
     kept, both = products.packed(weight), torch.stack([x, x.flip(1)], 1)
     whole, heads = products.linear(x, kept), products.of_heads(both, up)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 97):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 193):
         assert torch.equal(products.linear(x[:rows], kept), whole[:rows])
         assert torch.equal(products.linear(x[-rows:], kept), whole[-rows:])
         assert torch.equal(products.of_heads(both[-rows:], up), heads[-rows:])
@@ -161,10 +164,10 @@ def test_sixteen_bits_are_rounded_as_torch_does(monkeypatch: pytest.MonkeyPatch)
 @each("dtype", DTYPES)
 def test_quantized_is_the_plain_way_bit_for_bit(dtype: torch.dtype) -> None:
     """The same steps, integers, exact sums and roundings; with rows of zeros, NaN and infinity, and experts."""
-    weight, scale = torch.randint(-128, 128, (3, 48, 38), dtype=torch.int8), drawn(3, 48, seed=2).abs()
+    weight, scale = torch.randint(-128, 128, (3, 48, 1034), dtype=torch.int8), drawn(3, 48, seed=2).abs()
     panels = products._panels(weight, 2)
-    for rows in (0, 1, 2, 7, 100):
-        x = drawn(rows, 38, dtype=dtype) * 3
+    for rows in (0, 1, 2, 7, 200):
+        x = drawn(rows, 1034, dtype=dtype) * 3
         if rows > 6:
             x[1], x[2, 5], x[3, 4], x[5] = 0, torch.nan, -torch.inf, x[5] * 1e-4
         found, right = products.quantized(x, panels[1], scale[1], None), quant_linear.plain(x, weight[1], scale[1])
