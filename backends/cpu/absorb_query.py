@@ -9,10 +9,10 @@ from mla_fx.backends.cpu.together import alone
 from mla_fx.backends.device import Run
 
 
-def several(queries: Tensors, w_uk: Tensors, *, runs: Sequence[Run], rope: int) -> Sequence[Tensors]:
+def several(q: Tensors, w_uk: Tensors, *, runs: Sequence[Run], rope: int) -> Sequence[Tensors]:
     """One matrix product a head, on the first P features of the head."""
     heads, nope, _ = w_uk[0].shape
-    return (of_heads([q.view(q.shape[0], heads, nope + rope)[..., :nope] for q in queries], w_uk),)
+    return (of_heads([one.view(one.shape[0], heads, nope + rope)[..., :nope] for one in q], w_uk),)
 
 
 rule: Final = alone(several)

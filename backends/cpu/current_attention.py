@@ -10,10 +10,10 @@ from mla_fx.backends.device import Run
 
 
 def several(
-    q_latents: Tensors,
-    q_ropes: Tensors,
-    latents: Tensors,
-    k_ropes: Tensors,
+    q_latent: Tensors,
+    q_rope: Tensors,
+    latent: Tensors,
+    k_rope: Tensors,
     query_lengths: Lengths,
     *,
     runs: Sequence[Run],
@@ -21,7 +21,7 @@ def several(
     workspace: str,
 ) -> Sequence[Tensors]:
     """Scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
-    operands = (q_latents, q_ropes, latents, k_ropes, query_lengths)
-    if attention.serves(q_latents[0], latents[0], k_ropes[0]):
+    operands = (q_latent, q_rope, latent, k_rope, query_lengths)
+    if attention.serves(q_latent[0], latent[0], k_rope[0]):
         return attention.current(*operands, scale)
     return one_by_one(shared.rule, *operands, runs=runs, scale=scale, workspace=workspace)

@@ -7,6 +7,6 @@ from mla_fx.backends.cpu.products import grouped
 from mla_fx.backends.device import Run
 
 
-def several(rows: Tensors, weights: Tensors, counts: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
+def several(rows: Tensors, weight: Tensors, counts: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
     """Weights as `products.packed` has them; rows behind the last count are left as they come."""
-    return (grouped(rows, weights, counts),)
+    return (grouped(rows, weight, counts),)

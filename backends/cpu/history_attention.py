@@ -24,11 +24,11 @@ TILE = 512
 
 
 def several(
-    q_latents: Tensors,
-    q_ropes: Tensors,
-    latent_caches: Tensors,
-    rope_caches: Tensors,
-    block_tables: Tensors,
+    q_latent: Tensors,
+    q_rope: Tensors,
+    latent_cache: Tensors,
+    rope_cache: Tensors,
+    block_table: Tensors,
     query_lengths: Lengths,
     history_lengths: Lengths,
     *,
@@ -37,8 +37,8 @@ def several(
     workspace: str,
 ) -> Sequence[Tensors]:
     """Scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
-    operands = (q_latents, q_ropes, latent_caches, rope_caches, block_tables, query_lengths, history_lengths)
-    if attention.serves(q_latents[0], latent_caches[0], rope_caches[0]):
+    operands = (q_latent, q_rope, latent_cache, rope_cache, block_table, query_lengths, history_lengths)
+    if attention.serves(q_latent[0], latent_cache[0], rope_cache[0]):
         return attention.history(*operands, scale)
     return list(zip(*[plain(*mine, scale=scale) for mine in zip(*operands, strict=True)], strict=True))
 

@@ -7,6 +7,6 @@ from mla_fx.backends.cpu.products import linears
 from mla_fx.backends.device import Run
 
 
-def several(xs: Tensors, weights: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
+def several(x: Tensors, weight: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
     """`x` [T, D] times `weight` [F, D] transposed, kept as `products.packed` has it."""
-    return (linears(xs, weights),)
+    return (linears(x, weight),)

@@ -10,17 +10,20 @@ from mla_fx.backends.device import Run
 from mla_fx.effects import Group
 
 
-def several(xs: Tensors, experts: Tensors, *, runs: Sequence[Run], own: int, group: Group) -> Sequence[Tensors]:
+def several(x: Tensors, experts: Tensors, *, runs: Sequence[Run], own: int, group: Group) -> Sequence[Tensors]:
     """Rows of pairs of other ranks, behind the others, are left as they come."""
     firsts = [run.rank * own for run in runs]
-    if not takes(xs[0], experts[0]):
-        return list(zip(*[plain(*mine, own=own) for mine in zip(xs, experts, firsts, strict=True)], strict=True))
-    x, (tokens, top) = xs[0], experts[0].shape
-    size = x.element_size()
-    rows, sources = room(xs, tokens * top, x.shape[1]), room(experts, tokens, top)
-    counts, begins = room(xs, own, dtype=torch.int64), room(xs, own, dtype=torch.int64)
-    permute, sizes = function("mla_fx_permute", "iiiii"), (x.stride(0) * size, own, tokens, top, x.shape[1] * size)
-    permute((xs, experts, firsts, rows, counts, begins, sources), *sizes)
+    if not takes(x[0], experts[0]):
+        return list(zip(*[plain(*mine, own=own) for mine in zip(x, experts, firsts, strict=True)], strict=True))
+    first, (tokens, top) = x[0], experts[0].shape
+    size = first.element_size()
+    rows, sources = room(x, tokens * top, first.shape[1]), room(experts, tokens, top)
+    counts, begins = room(x, own, dtype=torch.int64), room(x, own, dtype=torch.int64)
+    permute, sizes = (
+        function("mla_fx_permute", "iiiii"),
+        (first.stride(0) * size, own, tokens, top, first.shape[1] * size),
+    )
+    permute((x, experts, firsts, rows, counts, begins, sources), *sizes)
     return rows, counts, sources
 
 

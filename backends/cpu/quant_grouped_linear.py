@@ -12,16 +12,16 @@ from mla_fx.backends.device import Run
 
 def several(
     rows: Tensors,
-    weights: Tensors,
-    scales: Tensors,
+    weight: Tensors,
+    scale: Tensors,
     counts: Tensors,
     *,
     runs: Sequence[Run],
 ) -> Sequence[Tensors]:
     """`quant_linear` of every expert's rows; those behind the last count are left as they come."""
-    if in_panels(rows[0], weights[0]):
-        return (quantized(rows, weights, scales, counts),)
-    return ([_plain(*mine) for mine in zip(rows, weights, scales, counts, strict=True)],)
+    if in_panels(rows[0], weight[0]):
+        return (quantized(rows, weight, scale, counts),)
+    return ([_plain(*mine) for mine in zip(rows, weight, scale, counts, strict=True)],)
 
 
 def _plain(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

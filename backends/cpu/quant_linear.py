@@ -9,11 +9,11 @@ from mla_fx.backends.cpu.products import in_panels, quantized, unpacked
 from mla_fx.backends.device import Run
 
 
-def several(xs: Tensors, weights: Tensors, scales: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
+def several(x: Tensors, weight: Tensors, scale: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
     """Weights as `products.packed` has them; scaling in the scale's dtype, rounded once to that of `x`."""
-    if in_panels(xs[0], weights[0]):
-        return (quantized(xs, weights, scales, None),)
-    return ([plain(x, unpacked(weight), scale) for x, weight, scale in zip(xs, weights, scales, strict=True)],)
+    if in_panels(x[0], weight[0]):
+        return (quantized(x, weight, scale, None),)
+    return ([plain(a, unpacked(b), c) for a, b, c in zip(x, weight, scale, strict=True)],)
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

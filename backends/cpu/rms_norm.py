@@ -11,13 +11,13 @@ from mla_fx.backends.cpu.together import one_by_one
 from mla_fx.backends.device import Run
 
 
-def several(xs: Tensors, weights: Tensors, *, runs: Sequence[Run], epsilon: float) -> Sequence[Tensors]:
+def several(x: Tensors, weight: Tensors, *, runs: Sequence[Run], epsilon: float) -> Sequence[Tensors]:
     """Squares summed in float32 (float64 beside float64), rounded once."""
-    if not takes(xs[0], weights[0]):
-        return one_by_one(rms_norm.rule, xs, weights, runs=runs, epsilon=epsilon)
-    x, features = xs[0], len(weights[0])
-    rows = len(x)
-    outs = room(xs, rows, features)
+    if not takes(x[0], weight[0]):
+        return one_by_one(rms_norm.rule, x, weight, runs=runs, epsilon=epsilon)
+    first, features = x[0], len(weight[0])
+    rows = len(first)
+    outs = room(x, rows, features)
     norm = function("mla_fx_rms_norm", "iiiifi")
-    norm((xs, weights, outs), FORMATS[x.dtype], x.stride(0), rows, features, epsilon, torch.get_num_threads())
+    norm((x, weight, outs), FORMATS[first.dtype], first.stride(0), rows, features, epsilon, torch.get_num_threads())
     return (outs,)

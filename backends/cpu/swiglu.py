@@ -11,13 +11,13 @@ from mla_fx.backends.cpu.together import one_by_one
 from mla_fx.backends.device import Run
 
 
-def several(xs: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
+def several(x: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
     """Both factors in float32 (float64 beside float64), rounded once."""
-    if not takes(xs[0]):
-        return one_by_one(swiglu.rule, xs, runs=runs)
-    x = xs[0]
-    rows, features = len(x), x.shape[1] // 2
-    outs = room(xs, rows, features)
+    if not takes(x[0]):
+        return one_by_one(swiglu.rule, x, runs=runs)
+    first = x[0]
+    rows, features = len(first), first.shape[1] // 2
+    outs = room(x, rows, features)
     gated = function("mla_fx_swiglu", "iiiii")
-    gated((xs, outs), FORMATS[x.dtype], x.stride(0), rows, features, torch.get_num_threads())
+    gated((x, outs), FORMATS[first.dtype], first.stride(0), rows, features, torch.get_num_threads())
     return (outs,)

@@ -6,6 +6,7 @@ does: so it is prepared once, and the library is called once, for all ranks.
 """
 
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mla_fx.backends.table import Rule
 def alone(several: Rule) -> Rule:
     """The rule of one rank, of one for several."""
 
+    @wraps(several)
     def rule(*operands: Any, run: Run, **parameters: Any) -> tuple[Any, ...]:
         results = several(*[(one,) for one in operands], runs=(run,), **parameters)
         return tuple([one for (one,) in results])
@@ -28,6 +30,7 @@ def together(several: Rule) -> Rule:
     """`Table.together` of a rule that takes every rank's operands to lie as those of the first do."""
     single = alone(several)
 
+    @wraps(several)
     def rule(*operands: Sequence[Any], runs: Sequence[Run], **parameters: Any) -> Sequence[Sequence[Any]]:
         if all([_alike(of_ranks) for of_ranks in operands]):
             results: Sequence[Sequence[Any]] = several(*operands, runs=runs, **parameters)

@@ -11,18 +11,18 @@ from mla_fx.backends.device import Run
 
 def several(
     rows: Tensors,
-    sources: Tensors,
+    source: Tensors,
     weights: Tensors,
     *,
     runs: Sequence[Run],
 ) -> Sequence[Tensors]:
     """Sum in float32 (float64 beside float64), in the order of the experts' scores, rounded once."""
-    if not takes(rows[0], sources[0], weights[0]):
-        return ([plain(*mine) for mine in zip(rows, sources, weights, strict=True)],)
-    (tokens, top), first = sources[0].shape, rows[0]
+    if not takes(rows[0], source[0], weights[0]):
+        return ([plain(*mine) for mine in zip(rows, source, weights, strict=True)],)
+    (tokens, top), first = source[0].shape, rows[0]
     outs = room(rows, tokens, first.shape[1])
     bring, sizes = function("mla_fx_unpermute", "iiiiii"), (tokens, top, first.shape[1])
-    bring((rows, sources, weights, outs), FORMATS[first.dtype], first.stride(0), *sizes, torch.get_num_threads())
+    bring((rows, source, weights, outs), FORMATS[first.dtype], first.stride(0), *sizes, torch.get_num_threads())
     return (outs,)
 
 

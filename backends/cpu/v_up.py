@@ -21,7 +21,7 @@ def several(
 ) -> Sequence[Tensors]:
     """One matrix product a head, then heads side by side."""
     heads = attn[0].shape[1]
-    weights = [own_heads(weight, heads, 0, run) for weight, run in zip(w_uv, runs, strict=True)]
+    weights = [own_heads(one, heads, 0, run) for one, run in zip(w_uv, runs, strict=True)]
     outs = of_heads(attn, weights)
     return ([out.flatten(1) for out in outs] if flat else outs,)
 

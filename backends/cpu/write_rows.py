@@ -8,15 +8,15 @@ from mla_fx.backends.cpu.kernel import Tensors, engine, function
 from mla_fx.backends.device import Run
 
 
-def several(caches: Tensors, rows: Tensors, slots: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
+def several(cache: Tensors, rows: Tensors, slots: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
     """Copy the rows whose slot is not -1, in place."""
-    if engine() is not None and all([one[0].is_contiguous() for one in (caches, rows, slots)]):
-        cache, count = caches[0], len(slots[0])
-        function("mla_fx_write_rows", "ii")((caches, rows, slots), count, cache.shape[2] * cache.element_size())
+    if engine() is not None and all([one[0].is_contiguous() for one in (cache, rows, slots)]):
+        first, count = cache[0], len(slots[0])
+        function("mla_fx_write_rows", "ii")((cache, rows, slots), count, first.shape[2] * first.element_size())
     else:
-        for mine in zip(caches, rows, slots, strict=True):
+        for mine in zip(cache, rows, slots, strict=True):
             plain(*mine)
-    return (caches,)
+    return (cache,)
 
 
 def plain(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
