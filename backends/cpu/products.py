@@ -155,20 +155,23 @@ def unpacked(weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(-3, -2).flatten(-2).flatten(-3, -2) if weight.dim() >= 4 else weight
 
 
-def of_heads(xs: Tensors, weights: Tensors) -> Tensors:
-    """Of every rank, `x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F]."""
+def of_heads(xs: Tensors, weights: Tensors, *, flat: bool = False) -> Tensors:
+    """Of every rank, `x` [T, N, S] or [T, N * S] times a weight of each head [N, D, F], as it is -> [T, N, F].
+
+    The first D of S features of a head are taken.  `flat`: results are [T, N * F].
+    """
     x, weight = xs[0], weights[0]
-    tokens, heads, depth = x.shape
-    features = weight.shape[2]
+    tokens, (heads, depth, features) = len(x), weight.shape
     if not (compiled(x.dtype) and features % PANEL == 0 and weight.stride(2) == 1):
-        return [_of_heads(*mine) for mine in zip(xs, weights, strict=True)]
-    if x.stride(2) != 1:
+        found = [_of_heads(*mine) for mine in zip(xs, weights, strict=True)]
+        return [out.flatten(1) for out in found] if flat else found
+    if not x.is_contiguous():
         xs = [x.contiguous() for x in xs]
-        x = xs[0]
-    outs = kernel.room(xs, tokens, heads, features)
+    outs = kernel.room(xs, tokens, heads * features) if flat else kernel.room(xs, tokens, heads, features)
     if outs[0].numel():
-        strides = x.stride(1), x.stride(0), weight.stride(0), PANEL, weight.stride(1), features, heads * features
-        _call(xs, weights, None, outs, None, strides, heads, depth)
+        row = x.shape[1:].numel()
+        strides = row // heads, row, weight.stride(0), PANEL, weight.stride(1), features, heads * features
+        _call(xs, weights, None, outs, None, strides, groups=heads, sizes=(features, depth))
     return outs
 
 
@@ -183,7 +186,7 @@ def _by_panels(xs: Tensors, weights: Tensors, scales: Tensors | None, counts: Te
     outs = kernel.room(xs, len(x), panels * PANEL)
     if outs[0].numel():
         strides = 0, x.stride(0), expert, panel, PANEL if scales is None else 2 * PANEL, 0, panels * PANEL
-        _call(xs, weights, scales, outs, counts, strides, groups, x.shape[1])
+        _call(xs, weights, scales, outs, counts, strides, groups=groups, sizes=(panels * PANEL, x.shape[1]))
     return outs
 
 
@@ -194,14 +197,18 @@ def _call(
     outs: Tensors,
     counts: Tensors | None,
     strides: tuple[int, ...],
+    *,
     groups: int,
-    depth: int,
+    sizes: tuple[int, int],
 ) -> None:
-    """The kernel: strides of a group first, then of a row, or of a panel and a step, of `xs`, `weights` and `outs`."""
+    """The kernel: strides of a group first, then of a row, or of a panel and a step, of `xs`, `weights` and `outs`.
+
+    `sizes`: features of a result, and of what is multiplied.
+    """
     _, product = _functions()
-    x, out, none = xs[0], outs[0], (0,) * len(xs)
-    sizes = groups, len(x), out.shape[-1], depth, torch.get_num_threads()
-    product((xs, weights, scales or none, outs, counts or none), kernel.FORMATS[x.dtype], *strides, *sizes)
+    x, none = xs[0], (0,) * len(xs)
+    own = xs, weights, scales or none, outs, counts or none
+    product(own, kernel.FORMATS[x.dtype], *strides, groups, len(x), *sizes, torch.get_num_threads())
 
 
 @cache
@@ -233,12 +240,13 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same for each head; see `of_heads`."""
-    x = x.transpose(0, 1)
+    heads, depth, _ = weight.shape
+    x = x.reshape(len(x), heads, x.shape[1:].numel() // heads)[..., :depth].transpose(0, 1)
     if has(x.dtype):
         return torch.bmm(x, weight).transpose(0, 1).contiguous()
     out = x.new_empty(x.shape[1], len(x), weight.shape[2])
-    heads = max(1, PIECE // max(1, weight[0].numel()))
-    for at in range(0, len(weight), heads):
-        some = slice(at, at + heads)
+    step = max(1, PIECE // max(1, weight[0].numel()))
+    for at in range(0, heads, step):
+        some = slice(at, at + step)
         out[:, some] = torch.bmm(x[some].float(), weight[some].float()).transpose(0, 1)
     return out

@@ -22,8 +22,7 @@ def several(
     """One matrix product a head, then heads side by side."""
     heads = attn[0].shape[1]
     weights = [own_heads(one, heads, 0, run) for one, run in zip(w_uv, runs, strict=True)]
-    outs = of_heads(attn, weights)
-    return ([out.flatten(1) for out in outs] if flat else outs,)
+    return (of_heads(attn, weights, flat=flat),)
 
 
 rule: Final = alone(several)

@@ -81,15 +81,16 @@ def test_grouped(dtype: torch.dtype, way: str) -> None:
 def test_of_heads(dtype: torch.dtype, way: str) -> None:
     """On features of a head that are not all of it, and with a weight of more heads, as ranks have them."""
     for heads, rows, features, out in ((5, 3, 4, 16), (3, 1, 20, 48), (1, 6, 2, 2), (2, 0, 4, 16), (16, 33, 128, 32)):
-        x = drawn(rows, heads, features + 3, dtype=dtype)[..., :features]
+        x = drawn(rows, heads, features + 3, dtype=dtype)
         for weight in (
             drawn(heads + 2, features, out, dtype=dtype)[1:-1],
             drawn(heads, out, features, dtype=dtype).mT,
         ):
-            (found,) = products.of_heads([x], [weight])
+            (found,), (flat,) = products.of_heads([x], [weight]), products.of_heads([x.flatten(1)], [weight], flat=True)
+            assert torch.equal(flat, found.flatten(1))
             assert found.dtype == dtype and found.shape == (rows, heads, out) and found.is_contiguous()
             for head in range(heads):
-                assert close(found[:, head], x[:, head], weight[head]), (heads, rows, features, out)
+                assert close(found[:, head], x[:, head, :features], weight[head]), (heads, rows, features, out)
 
 
 @kernel
