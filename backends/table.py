@@ -30,11 +30,13 @@ an entry of their first axis, is contiguous, and between ranks there may be gaps
 Beside rules, a table may have for an op
 
     takes   `takes(op, *avals) -> str | None`: why the backend cannot run the op on such operands; asked when compiling
-    forms   operand -> function: the form that the rules want it in.  A parameter is brought into it once, when it is
-            prepared, and kept in it alone where all of what it is prepared for wants it so
+    forms   operand -> function: the form that rules want it in, a tensor or several in its place.  A parameter is
+            brought into it once, when it is prepared, and kept in it alone where all that it is for wants it so
     passes  from step to step, as `Backend.lower` applies them: fusing what the backend has an operator for
     captured  the rule in a captured program where the device updates no launches: integers on the host come to it as
             int64 tensors on the device, so that it works on shapes alone
+    together `together(*operands, runs, **parameters) -> results`: a local rule for several ranks at once, on the host:
+            of operands, `runs` and results it has one for each of them, and gives each what the rule gives, bit for bit
     updates  `updates(op, *operands) -> str | None`: why a captured launch cannot be updated to such integers, which are
             tuples beside the avals of the rest; asked before each replay, and of avals alone when compiling
 """
@@ -51,7 +53,9 @@ from mla_fx.effects.aval import operand
 
 #: See the top of this file.  A protocol with keywords of its own for every op cannot be written down.
 Rule = Callable[..., Any]
-Form = Callable[[torch.Tensor], torch.Tensor]
+#: An operand as its rules take it; several tensors where a library packs what is one operand piece by piece.
+Formed = torch.Tensor | tuple[torch.Tensor, ...]
+Form = Callable[[torch.Tensor], Formed]
 #: `takes(op, *avals)`: why the op cannot run on such operands, in words; None where it can.
 Takes = Callable[..., str | None]
 
@@ -64,6 +68,15 @@ def takes_any(op: Op, position: int) -> bool:
     (True, False)
     """
     return operand(list(op.operands.values())[position]).kind == "any"
+
+
+def tensors(of: Formed) -> tuple[torch.Tensor, ...]:
+    """All that an operand consists of.
+
+    >>> tensors(torch.ones(1)), tensors((torch.ones(1), torch.zeros(1)))
+    ((tensor([1.]),), (tensor([1.]), tensor([0.])))
+    """
+    return of if isinstance(of, tuple) else (of,)
 
 
 def formed(rule: Rule, forms: Mapping[int, Form]) -> Rule:
@@ -101,13 +114,14 @@ class Table:
     forms: Mapping[type[Op], Mapping[str, Form]] = field(factory=dict, converter=_frozen)
     passes: tuple[Pass, ...] = ()
     captured: Mapping[type[Op], Rule] = field(factory=dict, converter=_frozen)
+    together: Mapping[type[Op], Rule] = field(factory=dict, converter=_frozen)
     updates: Mapping[type[Op], Takes] = field(factory=dict, converter=_frozen)
 
     def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Table":
         """With rules added or replaced; what the old rule of an op took, and its other forms, go with it."""
         others: dict[str, Any] = {
             name: {op: given for op, given in getattr(self, name).items() if op not in rules}
-            for name in ("takes", "forms", "captured", "updates")
+            for name in ("takes", "forms", "captured", "together", "updates")
         }
         return evolve(self, rules={**self.rules, **rules}, **others)
 

@@ -20,6 +20,7 @@
 #include <memory>
 
 #include "allowed.h"
+#include "each.h"
 #include "formats.h"
 
 #if defined(__AVX512BW__)
@@ -321,7 +322,7 @@ void pack(const Unit* from, Unit* to, int64_t features, int64_t depth, int64_t t
 }  // namespace
 
 // `format` of the activations; the weight is in the same one, or, beside scales, int8.
-extern "C" __attribute__((visibility("default"))) void NAMED(mla_fx_linear_, WIDE)(
+static void NAMED(mla_fx_linear_, WIDE)(
     int format, const void* x, int64_t x_group, int64_t x_row, const void* weight, int64_t weight_group, int64_t panel,
     int64_t step, const float* scale, void* out, int64_t out_group, int64_t out_row, const int64_t* counts,
     int64_t groups, int64_t rows, int64_t features, int64_t depth, int64_t threads) {
@@ -335,9 +336,11 @@ extern "C" __attribute__((visibility("default"))) void NAMED(mla_fx_linear_, WID
 }
 
 // `unit`: the bytes of a feature that lie together in a panel, 2 or 4.
-extern "C" __attribute__((visibility("default"))) void NAMED(mla_fx_pack_, WIDE)(int unit, const void* from, void* to,
-                                                                                int64_t features, int64_t depth,
-                                                                                int64_t threads) {
+static void NAMED(mla_fx_pack_, WIDE)(int unit, const void* from, void* to, int64_t features, int64_t depth,
+                                      int64_t threads) {
   if (unit == 2) pack(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), features, depth, threads);
   if (unit == 4) pack(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), features, depth, threads);
 }
+
+EACH(NAMED(mla_fx_linear_, WIDE))
+EACH(NAMED(mla_fx_pack_, WIDE))
