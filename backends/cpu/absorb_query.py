@@ -11,7 +11,8 @@ from mla_fx.backends.device import Run
 
 def several(q: Tensors, w_uk: Tensors, *, runs: Sequence[Run], rope: int) -> Sequence[Tensors]:
     """One matrix product a head, on the first P features of the head."""
-    return (of_heads(q, w_uk),)
+    heads, nope, _ = w_uk[0].shape
+    return (of_heads([one.view(one.shape[0], heads, nope + rope)[..., :nope] for one in q], w_uk),)
 
 
 rule: Final = alone(several)

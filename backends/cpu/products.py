@@ -2,10 +2,12 @@
 
 | the processor has | the dtype | a weight is kept | products are |
 |---|---|---|---|
-| 16-bit products | that one | packed by oneDNN, those of experts as they are | oneDNN's |
+| 16-bit products | that one | packed by oneDNN, each expert's by itself, those of heads as they are | oneDNN's |
 | AVX2 and FMA | 16 bits without such products, float32 | in panels | the compiled kernel's |
 | AVX2, no 8-bit dot products | int8 beside scales | in panels | the compiled kernel's |
 | else, or no compiler | any | as it is | torch's, 16 bits widened piece by piece |
+
+Heads are one product for all: packed, they would be as many calls as heads.
 
 Panels are 16 features side by side, [F / 16, D, 16] of a weight [F, D], so F
 must be a multiple of 16; in int8 two neighbours of D lie together, [F / 16,
@@ -20,7 +22,7 @@ the kernel multiplies, all of them are one call.
 All sums are in float32 (float64 beside float64), those of int8 exact.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Final
 
@@ -29,6 +31,7 @@ from torch.nn import functional
 
 from mla_fx.backends.cpu import kernel
 from mla_fx.backends.cpu.kernel import Tensors
+from mla_fx.backends.table import Formed
 
 #: Numbers of a weight that torch widens at a time: 2 MiB in float32.
 PIECE = 1 << 19
@@ -65,7 +68,7 @@ def packs(dtype: torch.dtype) -> bool:
 # --- forms -------------------------------------------------------------------
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
+def packed(weight: torch.Tensor) -> Formed:
     """The form of a weight [F, D], or of experts' [Y, F, D], that `linear` and `grouped` take: see the top."""
     features, depth = weight.shape[-2:]
     if not weight.numel():
@@ -73,7 +76,9 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     if compiled(weight.dtype):
         pairs = 2 if weight.dtype == torch.int8 else 1
         return _panels(weight, pairs) if features % PANEL == 0 and depth % pairs == 0 else weight
-    return one_dnn(weight) if weight.dim() == 2 and packs(weight.dtype) else weight
+    if not packs(weight.dtype):
+        return weight
+    return one_dnn(weight) if weight.dim() == 2 else tuple(one_dnn(expert) for expert in weight)
 
 
 def one_dnn(weight: torch.Tensor) -> torch.Tensor:
@@ -114,18 +119,20 @@ def linears(xs: Tensors, weights: Tensors) -> Tensors:
     return _by_panels(xs, weights, None, None)
 
 
-def grouped(rows: Tensors, weights: Tensors, counts: Tensors) -> Tensors:
+def grouped(rows: Tensors, weights: Sequence[Formed], counts: Tensors) -> Tensors:
     """Of every rank, `rows` [Z, D] times the weight of their expert, [Y, F, D] as `packed` has it -> [Z, F].
 
     The first counts[0] rows are of the first expert, and so on; rows behind the last count are left as they come.
     """
-    if weights[0].dim() == 4:
-        return _by_panels(rows, weights, None, counts)
+    panels = [weight for weight in weights if isinstance(weight, torch.Tensor) and weight.dim() == 4]
+    if panels:
+        return _by_panels(rows, panels, None, counts)
     return [_grouped(*mine) for mine in zip(rows, weights, counts, strict=True)]
 
 
-def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    return by_expert(rows, weight.shape[1], counts, lambda some, y: _linear(some, weight[y]))
+def _grouped(rows: torch.Tensor, weight: Formed, counts: torch.Tensor) -> torch.Tensor:
+    features = weight.shape[1] if isinstance(weight, torch.Tensor) else len(weight[0])
+    return by_expert(rows, features, counts, lambda some, y: linear(some, weight[y]))
 
 
 def by_expert(
@@ -155,23 +162,26 @@ def unpacked(weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(-3, -2).flatten(-2).flatten(-3, -2) if weight.dim() >= 4 else weight
 
 
-def of_heads(xs: Tensors, weights: Tensors, *, flat: bool = False) -> Tensors:
-    """Of every rank, `x` [T, N, S] or [T, N * S] times a weight of each head [N, D, F], as it is -> [T, N, F].
+def of_heads(xs: Tensors, weights: Tensors, outs: Tensors | None = None) -> Tensors:
+    """Of every rank, `x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F].
 
-    The first D of S features of a head are taken.  `flat`: results are [T, N * F].
+    `outs`: where to, with features side by side.
     """
     x, weight = xs[0], weights[0]
-    tokens, (heads, depth, features) = len(x), weight.shape
+    tokens, heads, depth = x.shape
+    features = weight.shape[2]
     if not (compiled(x.dtype) and features % PANEL == 0 and weight.stride(2) == 1):
-        found = [_of_heads(*mine) for mine in zip(xs, weights, strict=True)]
-        return [out.flatten(1) for out in found] if flat else found
-    if not x.is_contiguous():
+        made = [_of_heads(*mine) for mine in zip(xs, weights, strict=True)]
+        return made if outs is None else [out.copy_(one) for out, one in zip(outs, made, strict=True)]
+    if x.stride(2) != 1:
         xs = [x.contiguous() for x in xs]
-    outs = kernel.room(xs, tokens, heads * features) if flat else kernel.room(xs, tokens, heads, features)
-    if outs[0].numel():
-        row = x.shape[1:].numel()
-        strides = row // heads, row, weight.stride(0), PANEL, weight.stride(1), features, heads * features
-        _call(xs, weights, None, outs, None, strides, groups=heads, sizes=(features, depth))
+        x = xs[0]
+    if outs is None:
+        outs = kernel.room(xs, tokens, heads, features)
+    out = outs[0]
+    if out.numel():
+        strides = x.stride(1), x.stride(0), weight.stride(0), PANEL, weight.stride(1), out.stride(1), out.stride(0)
+        _call(xs, weights, None, outs, None, strides, heads, depth)
     return outs
 
 
@@ -186,7 +196,7 @@ def _by_panels(xs: Tensors, weights: Tensors, scales: Tensors | None, counts: Te
     outs = kernel.room(xs, len(x), panels * PANEL)
     if outs[0].numel():
         strides = 0, x.stride(0), expert, panel, PANEL if scales is None else 2 * PANEL, 0, panels * PANEL
-        _call(xs, weights, scales, outs, counts, strides, groups=groups, sizes=(panels * PANEL, x.shape[1]))
+        _call(xs, weights, scales, outs, counts, strides, groups, x.shape[1])
     return outs
 
 
@@ -197,18 +207,14 @@ def _call(
     outs: Tensors,
     counts: Tensors | None,
     strides: tuple[int, ...],
-    *,
     groups: int,
-    sizes: tuple[int, int],
+    depth: int,
 ) -> None:
-    """The kernel: strides of a group first, then of a row, or of a panel and a step, of `xs`, `weights` and `outs`.
-
-    `sizes`: features of a result, and of what is multiplied.
-    """
+    """The kernel: strides of a group first, then of a row, or of a panel and a step, of `xs`, `weights` and `outs`."""
     _, product = _functions()
-    x, none = xs[0], (0,) * len(xs)
-    own = xs, weights, scales or none, outs, counts or none
-    product(own, kernel.FORMATS[x.dtype], *strides, groups, len(x), *sizes, torch.get_num_threads())
+    x, out, none = xs[0], outs[0], (0,) * len(xs)
+    sizes = groups, len(x), out.shape[-1], depth, torch.get_num_threads()
+    product((xs, weights, scales or none, outs, counts or none), kernel.FORMATS[x.dtype], *strides, *sizes)
 
 
 @cache
@@ -240,13 +246,12 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same for each head; see `of_heads`."""
-    heads, depth, _ = weight.shape
-    x = x.reshape(len(x), heads, x.shape[1:].numel() // heads)[..., :depth].transpose(0, 1)
+    x = x.transpose(0, 1)
     if has(x.dtype):
         return torch.bmm(x, weight).transpose(0, 1).contiguous()
     out = x.new_empty(x.shape[1], len(x), weight.shape[2])
-    step = max(1, PIECE // max(1, weight[0].numel()))
-    for at in range(0, heads, step):
-        some = slice(at, at + step)
+    heads = max(1, PIECE // max(1, weight[0].numel()))
+    for at in range(0, len(weight), heads):
+        some = slice(at, at + heads)
         out[:, some] = torch.bmm(x[some].float(), weight[some].float()).transpose(0, 1)
     return out

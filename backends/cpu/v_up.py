@@ -22,7 +22,8 @@ def several(
     """One matrix product a head, then heads side by side."""
     heads = attn[0].shape[1]
     weights = [own_heads(one, heads, 0, run) for one, run in zip(w_uv, runs, strict=True)]
-    return (of_heads(attn, weights, flat=flat),)
+    outs = of_heads(attn, weights)
+    return ([out.flatten(1) for out in outs] if flat else outs,)
 
 
 rule: Final = alone(several)

@@ -22,7 +22,7 @@ from mla_fx.backends.device import Run
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import ops
 from tests.benchmarks import apart
-from tests.benchmarks.table import PAIR, SDPA, ZENTORCH, Point
+from tests.benchmarks.table import PAIR, SDPA, Point
 
 LATENT, ROPE, BLOCK, SCALE = 512, 64, 128, 192**-0.5
 MIXED = (100, 4000, 1700, 700)
@@ -141,8 +141,8 @@ def points(whole: bool = False) -> Iterator[Point]:
             rows = (len(lengths), heads, LATENT)
             keys = f"{lengths[0] >> 10}k" if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
             peers = {PAIR: lambda pair=pair, rows=rows: pair().view(rows), SDPA: sdpa}
-            if ZENTORCH in apart.installed():
-                peers[ZENTORCH] = apart.attention(ZENTORCH, heads, lengths, name)
+            for peer in apart.installed():
+                peers[peer] = apart.attention(peer, heads, lengths, name)
             yield Point(
                 "attention",
                 f"{name}, {heads} heads, {len(lengths)} requests of {keys}",
@@ -151,6 +151,7 @@ def points(whole: bool = False) -> Iterator[Point]:
                 bytes=sum(lengths) * (LATENT + ROPE) * DTYPES[name].itemsize,
                 operations=2 * heads * sum(lengths) * (2 * LATENT + ROPE),
                 dtype=name,
+                least=dict.fromkeys(peers, 1.0),
             )
 
 

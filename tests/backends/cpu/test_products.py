@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_fx.backends.cpu import products, quant_linear
+from mla_fx.backends.table import Formed
 from tests.cases import each
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -19,16 +20,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip("no kernel here")
     monkeypatch.setattr(products, "compiled", lambda dtype: chosen == "kernel")
     monkeypatch.setattr(products, "has", lambda dtype: chosen == "torch, native")
+    monkeypatch.setattr(products, "packs", lambda dtype: chosen == "oneDNN")
     monkeypatch.setattr(products, "PIECE", 64)
     return chosen
 
 
-def keep(weight: torch.Tensor, way: str) -> torch.Tensor:
-    if way != "oneDNN":
-        return products.packed(weight) if way == "kernel" else weight
-    if weight.dtype != torch.float32:
+def keep(weight: torch.Tensor, way: str) -> Formed:
+    if way == "oneDNN" and weight.dtype != torch.float32:
         pytest.skip("what oneDNN packs everywhere is float32")
-    return products.one_dnn(weight)
+    return products.packed(weight)
 
 
 def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -52,7 +52,7 @@ def in_turn(count: int) -> torch.Tensor:
 def test_linear(dtype: torch.dtype, way: str) -> None:
     for features, out in ((16, 9), (100, 32), (7, 16), (1, 80), (33, 1008), (0, 16), (5, 0), (600, 80)):
         weight = drawn(out, features, dtype=dtype)
-        kept = keep(weight, way) if weight.numel() else products.packed(weight)
+        kept = keep(weight, way)
         for rows in (0, 1, products.ROWS - 1, 5, 9, 200):
             x = drawn(rows, features, dtype=dtype, seed=1)
             found = products.linear(x, kept)
@@ -63,13 +63,13 @@ def test_linear(dtype: torch.dtype, way: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped(dtype: torch.dtype, way: str) -> None:
     """All experts of a layer; what is behind the last count is neither read nor written."""
-    if way == "oneDNN":
-        pytest.skip("it packs a matrix")
     for experts, features, out in ((1, 3, 16), (7, 20, 32), (5, 9, 5)):
         weight, counts = drawn(experts, out, features, dtype=dtype), in_turn(experts)
         rows = drawn(int(counts.sum()) + 3, features, dtype=dtype, seed=1)
         rows[-3:] = torch.nan
-        (found,) = products.grouped([rows], [products.packed(weight)], [counts])
+        kept = keep(weight, way)
+        assert isinstance(kept, tuple) == (way == "oneDNN")
+        (found,) = products.grouped([rows], [kept], [counts])
         assert found.dtype == dtype and found.shape == (len(rows), out)
         for mine, x, one in zip(
             found[:-3].split(counts.tolist()), rows[:-3].split(counts.tolist()), weight, strict=True
@@ -81,16 +81,15 @@ def test_grouped(dtype: torch.dtype, way: str) -> None:
 def test_of_heads(dtype: torch.dtype, way: str) -> None:
     """On features of a head that are not all of it, and with a weight of more heads, as ranks have them."""
     for heads, rows, features, out in ((5, 3, 4, 16), (3, 1, 20, 48), (1, 6, 2, 2), (2, 0, 4, 16), (16, 33, 128, 32)):
-        x = drawn(rows, heads, features + 3, dtype=dtype)
+        x = drawn(rows, heads, features + 3, dtype=dtype)[..., :features]
         for weight in (
             drawn(heads + 2, features, out, dtype=dtype)[1:-1],
             drawn(heads, out, features, dtype=dtype).mT,
         ):
-            (found,), (flat,) = products.of_heads([x], [weight]), products.of_heads([x.flatten(1)], [weight], flat=True)
-            assert torch.equal(flat, found.flatten(1))
+            (found,) = products.of_heads([x], [weight])
             assert found.dtype == dtype and found.shape == (rows, heads, out) and found.is_contiguous()
             for head in range(heads):
-                assert close(found[:, head], x[:, head, :features], weight[head]), (heads, rows, features, out)
+                assert close(found[:, head], x[:, head], weight[head]), (heads, rows, features, out)
 
 
 @kernel
