@@ -14,7 +14,8 @@ from mla_fx.backends.cpu import products
 from mla_fx.dtypes import DTYPES
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY
-from mla_fx.models.runner import Piece, round_up
+from mla_fx.models.chunks import round_up
+from mla_fx.models.runner import Piece
 from tests.benchmarks import apart
 from tests.benchmarks.table import TRANSFORMERS, VLLM, Point, agree
 
