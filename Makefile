@@ -7,6 +7,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --editable
+# What Python compiles is kept, as ever, even where the environment says not to: the suite starts many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help decode generate test check bench bench-peers soak clean
 .DEFAULT_GOAL := help
@@ -22,7 +24,7 @@ generate: $(VENV)/.run  ## generate text; ARGS="--prompt '12 + 34 =' --drafts 2"
 	$(BIN)/mla-fx generate $(ARGS)
 
 test: $(VENV)/.test  ## the test suite, a sample of what is long; ARGS="-k combine" and others go to pytest
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	$(PYTEST) -n 2 $(ARGS)
 
 check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
 	$(BIN)/ruff check .
@@ -42,7 +44,7 @@ bench-peers: $(VENV)/.test  ## install beside .venv's packages, for make bench, 
 	  -r tests/benchmarks/peers.txt
 
 soak: $(VENV)/.test  ## long random runs, whole products of parameters, all of Ascend on each release of CANN
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak --soak $(ARGS)
+	$(PYTEST) -n 2 -m soak --soak $(ARGS)
 
 clean:  ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks
