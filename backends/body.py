@@ -141,6 +141,20 @@ def _met(rule: Rule, count: int, size: int, *, once: bool) -> Callable[..., list
     return together
 
 
+def _side_by_side(rule: Rule, count: int) -> Callable[..., Sequence[Any]]:
+    """`Table.together` of so many operands, as a function of every rank's operands, to every rank's results."""
+
+    def together(*flat: Any) -> Sequence[Any]:
+        results = rule(*[flat[at::count] for at in range(count)])
+        return (
+            results[0]
+            if len(results) == 1
+            else [result for of_rank in zip(*results, strict=True) for result in of_rank]
+        )
+
+    return together
+
+
 def parameters(op: Op) -> dict[str, Any]:
     """The fields of an op, as its rules get them."""
     return {one.name: getattr(op, one.name) for one in attrs.fields(type(op))}
@@ -289,22 +303,43 @@ class Writer:
                 assert_never(effect)
 
     def local(self, launch: Launch) -> None:
-        """A row for each rank, or for the first of those that share its results."""
-        count, of = len(launch.results), of_launch(launch, self.shared, self.own) if self.shared else self.own
+        """A row for each rank, or for the first of those that share its results; one for all where a rule is."""
+        here, count = self.backend.here, len(launch.results)
+        of = of_launch(launch, self.shared, self.own) if self.shared else self.own
         avals = [self.avals[name] for name in launch.operands]
-        for rank, first in zip(self.backend.here, of, strict=True):
-            if rank != self.backend.here[first]:
-                self.place.update({(name, rank): self.place[name, self.backend.here[first]] for name in launch.results})
-                continue
-            take, forms = [], {}
-            for position, name in enumerate(launch.operands):
-                place, form = self.operand(launch, position, name, rank)
-                take.append(place)
-                if form is not None:
-                    forms[position] = form
-            places = self.results(count)
-            self.row(self.rule(launch.op, avals, rank, forms), take, places, launch, rank)
-            self.place.update({(name, rank): at for name, at in zip(launch.results, places, strict=True)})
+        takes: dict[int, list[int]] = {}
+        forms: dict[int, dict[int, Form]] = {}
+        for rank in [rank for rank, first in zip(here, of, strict=True) if rank == here[first]]:
+            operands = [self.operand(launch, position, name, rank) for position, name in enumerate(launch.operands)]
+            takes[rank] = [place for place, _ in operands]
+            forms[rank] = {position: form for position, (_, form) in enumerate(operands) if form is not None}
+        together = self.backend.table.together.get(type(launch.op))
+        if self.shared and together is not None and len(takes) > 1 and not any(forms.values()):
+            places = self.results(count * len(takes))
+            self.row(
+                self.met(together, launch.op, tuple(takes)),
+                [place for take in takes.values() for place in take],
+                places,
+                launch,
+                None,
+            )
+        else:
+            places = []
+            for rank, take in takes.items():
+                mine = self.results(count)
+                self.row(self.rule(launch.op, avals, rank, forms[rank]), take, mine, launch, rank)
+                places += mine
+        at = {rank: number * count for number, rank in enumerate(takes)}
+        for rank, first in zip(here, of, strict=True):
+            mine = places[at[here[first]] :][:count]
+            self.place.update({(name, rank): place for name, place in zip(launch.results, mine, strict=True)})
+
+    def met(self, together: Rule, op: Op, ranks: tuple[int, ...]) -> Rule:
+        """`Table.together` of an op for these ranks, the same for all launches that are alike."""
+        if (op, ranks) not in self.rules:
+            runs = [run_of(self.backend, op, rank) for rank in ranks]
+            self.rules[op, ranks] = _side_by_side(bound(together, runs=runs, **parameters(op)), len(op.operands))
+        return self.rules[op, ranks]
 
     def rule(self, op: Op, avals: Sequence[Aval], rank: int, forms: Mapping[int, Form]) -> Rule:
         """The rule of a local op on one rank, the same for all launches that are alike."""

@@ -35,6 +35,8 @@ Beside rules, a table may have for an op
     passes  from step to step, as `Backend.lower` applies them: fusing what the backend has an operator for
     captured  the rule in a captured program where the device updates no launches: integers on the host come to it as
             int64 tensors on the device, so that it works on shapes alone
+    together `together(*operands, runs, **parameters) -> results`: a local rule for several ranks at once, on the host:
+            of operands, `runs` and results it has one for each of them, and gives each what the rule gives, bit for bit
     updates  `updates(op, *operands) -> str | None`: why a captured launch cannot be updated to such integers, which are
             tuples beside the avals of the rest; asked before each replay, and of avals alone when compiling
 """
@@ -101,13 +103,14 @@ class Table:
     forms: Mapping[type[Op], Mapping[str, Form]] = field(factory=dict, converter=_frozen)
     passes: tuple[Pass, ...] = ()
     captured: Mapping[type[Op], Rule] = field(factory=dict, converter=_frozen)
+    together: Mapping[type[Op], Rule] = field(factory=dict, converter=_frozen)
     updates: Mapping[type[Op], Takes] = field(factory=dict, converter=_frozen)
 
     def with_rules(self, rules: Mapping[type[Op], Rule | Collective]) -> "Table":
         """With rules added or replaced; what the old rule of an op took, and its other forms, go with it."""
         others: dict[str, Any] = {
             name: {op: given for op, given in getattr(self, name).items() if op not in rules}
-            for name in ("takes", "forms", "captured", "updates")
+            for name in ("takes", "forms", "captured", "together", "updates")
         }
         return evolve(self, rules={**self.rules, **rules}, **others)
 

@@ -37,7 +37,7 @@ def functions(text):
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             node.id = origin.get(node.id, node.id)
-    return {name: body(found[name]) for name in ("rule", *HALVES) if name in found}
+    return {name: body(found[name]) for name in ("rule", "several", *HALVES) if name in found}
 
 
 def body(node):
@@ -46,8 +46,8 @@ def body(node):
 
 
 def rules_of(table, op):
-    rule = table.rules[op]
-    return (rule.send, rule.receive) if isinstance(rule, Collective) else (rule,)
+    rule, together = table.rules[op], table.together.get(op)
+    return (rule.send, rule.receive) if isinstance(rule, Collective) else (rule, *[together] * (together is not None))
 
 
 @each_op
@@ -99,13 +99,16 @@ def test_every_op_has_a_rule(backend):
 def test_what_a_table_says_beside_rules_is_of_its_ops(backend):
     """Refusals are of ops that it has, forms of their operands."""
     table = backend.TABLE
-    assert set(table.takes) | set(table.forms) <= set(table.rules)
+    assert set(table.takes) | set(table.forms) | set(table.together) <= set(table.rules)
     assert all(set(forms) <= set(op.operands) for op, forms in table.forms.items())
 
 
 @each_backend
 def test_rules_have_one_signature(backend):
-    """Operands by position under the names of the op, then, by keyword, `run` and the op's fields."""
+    """Operands by position under the names of the op, then, by keyword, `run` and the op's fields.
+
+    One for several ranks has the `runs` of them all; on a CPU the one for a single rank is made of it.
+    """
     for op in backend.TABLE.rules:
         fields = {field.name for field in attrs.fields(op)}
         assert isinstance(backend.TABLE.rules[op], Collective) == (op.communicates is not None)
@@ -116,7 +119,7 @@ def test_rules_have_one_signature(backend):
             if rule.__name__ == "receive":
                 given = given[1:]  # what the transport brings comes first
             assert given == list(op.operands), rule
-            assert keywords == {"run", *fields}, rule
+            assert keywords == {"runs" if op in backend.TABLE.together else "run", *fields}, rule
             assert set(kinds.values()) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 

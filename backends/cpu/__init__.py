@@ -7,14 +7,17 @@ goes by in tiles.  What the lengths do not reach never enters the arithmetic.
 if __name__ != "mla_fx.backends.cpu":  # reached as a top-level name from the checkout
     raise ImportError(f"import this package as 'mla_fx.backends.cpu', not {__name__!r}")
 
+from collections.abc import Mapping
 from typing import Final
 
 from mla_fx.backends import common
 from mla_fx.backends.cpu import (
     absorb_query,
+    add,
     all_to_all,
     combine,
     current_attention,
+    embedding,
     expanded_attention,
     fused,
     gate_logits,
@@ -32,32 +35,41 @@ from mla_fx.backends.cpu import (
     v_up,
     write_rows,
 )
-from mla_fx.backends.table import Table
-from mla_fx.effects import ops
+from mla_fx.backends.cpu.together import alone, together
+from mla_fx.backends.table import Rule, Table
+from mla_fx.effects import Op, ops
+
+#: Rules that are written for several ranks.
+SEVERAL: Final[Mapping[type[Op], Rule]] = {
+    ops.AbsorbQuery: absorb_query.several,
+    ops.Add: add.several,
+    ops.Combine: combine.several,
+    ops.CurrentAttention: current_attention.several,
+    ops.Embedding: embedding.several,
+    ops.GroupedLinear: grouped_linear.several,
+    ops.HistoryAttention: history_attention.several,
+    ops.Linear: linear.several,
+    ops.PermuteTokens: permute_tokens.several,
+    ops.QuantGroupedLinear: quant_grouped_linear.several,
+    ops.QuantLinear: quant_linear.several,
+    ops.RmsNorm: rms_norm.several,
+    ops.Rope: rope.several,
+    ops.Swiglu: swiglu.several,
+    ops.UnpermuteTokens: unpermute_tokens.several,
+    ops.VUp: v_up.several,
+    ops.WriteRows: write_rows.several,
+}
 
 #: What this backend does.
 TABLE: Final = Table(
     {
         **common.RULES,
-        ops.AbsorbQuery: absorb_query.rule,
+        **{op: alone(rule) for op, rule in SEVERAL.items()},
         ops.AllToAll: all_to_all.rule,
-        ops.Combine: combine.rule,
-        ops.CurrentAttention: current_attention.rule,
         ops.ExpandedAttention: expanded_attention.rule,
         ops.GateLogits: gate_logits.rule,
-        ops.GroupedLinear: grouped_linear.rule,
-        ops.HistoryAttention: history_attention.rule,
-        ops.Linear: linear.rule,
-        ops.PermuteTokens: permute_tokens.rule,
-        ops.QuantGroupedLinear: quant_grouped_linear.rule,
-        ops.QuantLinear: quant_linear.rule,
-        ops.RmsNorm: rms_norm.rule,
-        ops.Rope: rope.rule,
-        ops.Swiglu: swiglu.rule,
-        ops.UnpermuteTokens: unpermute_tokens.rule,
-        ops.VUp: v_up.rule,
-        ops.WriteRows: write_rows.rule,
     },
+    together={op: together(rule) for op, rule in SEVERAL.items()},
     forms={
         ops.GateLogits: {"weight": gate_logits.ready},
         ops.GroupedLinear: {"weight": products.packed},

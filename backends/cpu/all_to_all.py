@@ -20,8 +20,7 @@ def send(out: torch.Tensor, lse: torch.Tensor, *, run: Run, group: Group) -> tor
         return pack(out, lse, ranks=group.size)
     size, bounds = _layout(out.shape, out.dtype, group.size)
     payload = torch.empty(group.size, size, dtype=out.dtype)
-    call = kernel.function("mla_fx_pack", "pppllllli")
-    call(out.data_ptr(), lse.data_ptr(), payload.data_ptr(), *bounds, torch.get_num_threads())
+    kernel.function("mla_fx_pack", "iiiiii")(((out,), (lse,), (payload,)), *bounds, torch.get_num_threads())
     return payload
 
 

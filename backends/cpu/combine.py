@@ -1,35 +1,35 @@
 """CPU rule of `ops.Combine`."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from mla_fx.backends.cpu.kernel import FORMATS, function
+from mla_fx.backends.cpu.kernel import FORMATS, Tensors, function, room
 from mla_fx.backends.cpu.pointwise import takes
 from mla_fx.backends.device import Run
 
 
-def rule(
-    recv: torch.Tensor,
-    recv_lse: torch.Tensor,
-    local: torch.Tensor,
-    local_lse: torch.Tensor,
+def several(
+    recv: Tensors,
+    recv_lse: Tensors,
+    local: Tensors,
+    local_lse: Tensors,
     *,
-    run: Run,
+    runs: Sequence[Run],
     flat: bool,
-) -> tuple[torch.Tensor]:
+) -> Sequence[Tensors]:
     """Weigh one contribution after the other into float32 (float64 beside float64), and round once."""
-    if takes(local, local, local_lse, recv[:1], recv_lse[:1]):
-        merged = torch.empty_like(local)
-        ranks, rows, latent = len(recv), local_lse.numel(), local.shape[2]
-        parts = recv.data_ptr(), recv.stride(0), recv_lse.data_ptr(), recv_lse.stride(0)
-        own = local.data_ptr(), local_lse.data_ptr()
-        function("mla_fx_combine", "iplplpppllli")(
-            FORMATS[local.dtype], *parts, *own, merged.data_ptr(), ranks, rows, latent, torch.get_num_threads()
-        )
-    else:
-        merged = plain(recv, recv_lse, local, local_lse)
-    return (merged.flatten(1) if flat else merged,)
+    operands = recv, recv_lse, local, local_lse
+    if not takes(local[0], local[0], local_lse[0], recv[0][:1], recv_lse[0][:1]):
+        merged = [plain(*mine) for mine in zip(*operands, strict=True)]
+        return ([one.flatten(1) if flat else one for one in merged],)
+    tokens, heads, latent = local[0].shape
+    outs = room(local, tokens, heads * latent) if flat else room(local, tokens, heads, latent)
+    strides, sizes = (recv[0].stride(0), recv_lse[0].stride(0)), (len(recv[0]), tokens * heads, latent)
+    combine = function("mla_fx_combine", "iiiiiii")
+    combine((*operands, outs), FORMATS[local[0].dtype], *strides, *sizes, torch.get_num_threads())
+    return (outs,)
 
 
 def plain(recv: torch.Tensor, recv_lse: torch.Tensor, local: torch.Tensor, local_lse: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,15 @@ LSE off by 1e-5 to 4e-5, and with AVX2 it takes 1.2 to 3 times as long as tiles.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 
 from mla_fx.backends.common.attention import attend_tiles
-from mla_fx.backends.cpu.kernel import attention
+from mla_fx.backends.cpu.kernel import Tensors, attention
+from mla_fx.backends.cpu.kernel.attention import Lengths
+from mla_fx.backends.cpu.together import alone
 from mla_fx.backends.device import Run
 from mla_fx.dtypes import wide
 
@@ -20,23 +23,27 @@ from mla_fx.dtypes import wide
 TILE = 512
 
 
-def rule(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_cache: torch.Tensor,
-    rope_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_lengths: tuple[int, ...],
-    history_lengths: tuple[int, ...],
+def several(
+    q_latent: Tensors,
+    q_rope: Tensors,
+    latent_cache: Tensors,
+    rope_cache: Tensors,
+    block_table: Tensors,
+    query_lengths: Lengths,
+    history_lengths: Lengths,
     *,
-    run: Run,
+    runs: Sequence[Run],
     scale: float,
     workspace: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Sequence[Tensors]:
     """Scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
     operands = (q_latent, q_rope, latent_cache, rope_cache, block_table, query_lengths, history_lengths)
-    served = attention.serves(q_latent, latent_cache, rope_cache)
-    return (attention.history if served else plain)(*operands, scale)
+    if attention.serves(q_latent[0], latent_cache[0], rope_cache[0]):
+        return attention.history(*operands, scale)
+    return list(zip(*[plain(*mine, scale=scale) for mine in zip(*operands, strict=True)], strict=True))
+
+
+rule: Final = alone(several)
 
 
 def plain(
@@ -47,6 +54,7 @@ def plain(
     block_table: torch.Tensor,
     query_lengths: tuple[int, ...],
     history_lengths: tuple[int, ...],
+    *,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by torch alone."""

@@ -1,11 +1,12 @@
 """CPU rule of `ops.Linear`."""
 
-import torch
+from collections.abc import Sequence
 
-from mla_fx.backends.cpu.products import linear
+from mla_fx.backends.cpu.kernel import Tensors
+from mla_fx.backends.cpu.products import linears
 from mla_fx.backends.device import Run
 
 
-def rule(x: torch.Tensor, weight: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
+def several(x: Tensors, weight: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
     """`x` [T, D] times `weight` [F, D] transposed, kept as `products.packed` has it."""
-    return (linear(x, weight),)
+    return (linears(x, weight),)

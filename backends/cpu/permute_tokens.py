@@ -1,31 +1,34 @@
 """CPU rule of `ops.PermuteTokens`: the pairs sorted by expert, as they come within one."""
 
+from collections.abc import Sequence
+
 import torch
 
-from mla_fx.backends.cpu.kernel import function
+from mla_fx.backends.cpu.kernel import Tensors, function, room
 from mla_fx.backends.cpu.pointwise import takes
 from mla_fx.backends.device import Run
 from mla_fx.effects import Group
 
 
-def rule(
-    x: torch.Tensor, experts: torch.Tensor, *, run: Run, own: int, group: Group
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def several(x: Tensors, experts: Tensors, *, runs: Sequence[Run], own: int, group: Group) -> Sequence[Tensors]:
     """Rows of pairs of other ranks, behind the others, are left as they come."""
-    if not takes(x, experts):
-        return plain(x, experts, first=run.rank * own, own=own)
-    tokens, top = experts.shape
-    rows, source = x.new_empty(tokens * top, x.shape[1]), torch.empty_like(experts)
-    counts, begins = torch.empty(own, dtype=torch.int64), torch.empty(own, dtype=torch.int64)
-    results = rows.data_ptr(), counts.data_ptr(), begins.data_ptr(), source.data_ptr()
-    size = x.element_size()
-    given = x.data_ptr(), x.stride(0) * size, experts.data_ptr(), run.rank * own, own
-    function("mla_fx_permute", "plpllpppplll")(*given, *results, tokens, top, x.shape[1] * size)
-    return rows, counts, source
+    firsts = [run.rank * own for run in runs]
+    if not takes(x[0], experts[0]):
+        return list(zip(*[plain(*mine, own=own) for mine in zip(x, experts, firsts, strict=True)], strict=True))
+    first, (tokens, top) = x[0], experts[0].shape
+    size = first.element_size()
+    rows, sources = room(x, tokens * top, first.shape[1]), room(experts, tokens, top)
+    counts, begins = room(x, own, dtype=torch.int64), room(x, own, dtype=torch.int64)
+    permute, sizes = (
+        function("mla_fx_permute", "iiiii"),
+        (first.stride(0) * size, own, tokens, top, first.shape[1] * size),
+    )
+    permute((x, experts, firsts, rows, counts, begins, sources), *sizes)
+    return rows, counts, sources
 
 
 def plain(
-    x: torch.Tensor, experts: torch.Tensor, *, first: int, own: int
+    x: torch.Tensor, experts: torch.Tensor, first: int, *, own: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One stable sort: pairs of other ranks are behind, as expert number `own`."""
     local = experts.flatten().to(torch.int64) - first

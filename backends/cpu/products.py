@@ -14,17 +14,21 @@ few rows a product takes the time of reading the weight once.  It sums each
 result in the order of D whatever is beside it, so a row gives the same bits
 alone, in any batch and on any number of threads.
 
+Operands are one for each of some ranks, and lie as the first rank's do; where
+the kernel multiplies, all of them are one call.
+
 All sums are in float32 (float64 beside float64), those of int8 exact.
 """
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.nn import functional
 
 from mla_fx.backends.cpu import kernel
+from mla_fx.backends.cpu.kernel import Tensors
 
 #: Numbers of a weight that torch widens at a time: 2 MiB in float32.
 PIECE = 1 << 19
@@ -86,7 +90,7 @@ def _panels(weight: torch.Tensor, pairs: int) -> torch.Tensor:
     pack, _ = _functions()
     unit = weight.element_size() * pairs
     rows = weight.numel() // depth
-    pack(unit, weight.data_ptr(), made.data_ptr(), rows, depth // pairs, torch.get_num_threads())
+    pack(((weight,), (made,)), unit, rows, depth // pairs, torch.get_num_threads())
     return made
 
 
@@ -95,25 +99,32 @@ def _panels(weight: torch.Tensor, pairs: int) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x` [T, D] times a weight [F, D] transposed, as `packed` has it -> [T, F], in the dtype of `x`."""
-    if weight.layout is not torch.strided:
-        made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return made
-    if weight.dim() == 2:
-        return _linear(x, weight)
-    out = x.new_empty(len(x), len(weight) * PANEL)
-    _by_panels(x, weight[None], None, out, None)
+    (out,) = linears((x,), (weight,))
     return out
 
 
-def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`rows` [Z, D] times the weight of their expert, [Y, F, D] as `packed` has it -> [Z, F].
+def linears(xs: Tensors, weights: Tensors) -> Tensors:
+    """`linear` of every rank."""
+    weight = weights[0]
+    if weight.layout is not torch.strided:
+        multiply = torch.ops.mkldnn._linear_pointwise
+        return [multiply(x, weight, None, "none", [], "") for x, weight in zip(xs, weights, strict=True)]
+    if weight.dim() == 2:
+        return [_linear(x, weight) for x, weight in zip(xs, weights, strict=True)]
+    return _by_panels(xs, weights, None, None)
+
+
+def grouped(rows: Tensors, weights: Tensors, counts: Tensors) -> Tensors:
+    """Of every rank, `rows` [Z, D] times the weight of their expert, [Y, F, D] as `packed` has it -> [Z, F].
 
     The first counts[0] rows are of the first expert, and so on; rows behind the last count are left as they come.
     """
-    if weight.dim() == 4:
-        out = rows.new_empty(len(rows), weight.shape[1] * PANEL)
-        _by_panels(rows, weight, None, out, counts)
-        return out
+    if weights[0].dim() == 4:
+        return _by_panels(rows, weights, None, counts)
+    return [_grouped(*mine) for mine in zip(rows, weights, counts, strict=True)]
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return by_expert(rows, weight.shape[1], counts, lambda some, y: _linear(some, weight[y]))
 
 
@@ -129,12 +140,9 @@ def by_expert(
     return out
 
 
-def quantized(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """`linear`, or with counts `grouped`, with int8 panels and `scale` [F] or [Y, F]: see `ops.QuantLinear`."""
-    weight, scale = (weight, scale) if counts is not None else (weight[None], scale[None])
-    out = x.new_empty(len(x), weight.shape[1] * PANEL)
-    _by_panels(x, weight, scale.contiguous(), out, counts)
-    return out
+def quantized(xs: Tensors, weights: Tensors, scales: Tensors, counts: Tensors | None) -> Tensors:
+    """`linears`, or with counts `grouped`, with int8 panels and `scale` [F] or [Y, F]: see `ops.QuantLinear`."""
+    return _by_panels(xs, weights, [scale.contiguous() for scale in scales], counts)
 
 
 def in_panels(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -147,72 +155,61 @@ def unpacked(weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(-3, -2).flatten(-2).flatten(-3, -2) if weight.dim() >= 4 else weight
 
 
-def of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F]."""
+def of_heads(xs: Tensors, weights: Tensors) -> Tensors:
+    """Of every rank, `x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F]."""
+    x, weight = xs[0], weights[0]
     tokens, heads, depth = x.shape
     features = weight.shape[2]
     if not (compiled(x.dtype) and features % PANEL == 0 and weight.stride(2) == 1):
-        return _of_heads(x, weight)
+        return [_of_heads(*mine) for mine in zip(xs, weights, strict=True)]
     if x.stride(2) != 1:
-        x = x.contiguous()
-    out = x.new_empty(tokens, heads, features)
-    if out.numel():
-        strides = weight.stride(0), PANEL, weight.stride(1)
-        _call(
-            x, (x.stride(1), x.stride(0)), weight, strides, None, out, (features, heads * features), None, heads, depth
-        )
-    return out
+        xs = [x.contiguous() for x in xs]
+        x = xs[0]
+    outs = kernel.room(xs, tokens, heads, features)
+    if outs[0].numel():
+        strides = x.stride(1), x.stride(0), weight.stride(0), PANEL, weight.stride(1), features, heads * features
+        _call(xs, weights, None, outs, None, strides, heads, depth)
+    return outs
 
 
-def _by_panels(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor, counts: torch.Tensor | None
-) -> None:
-    """Products with panels [Y, F / 16, ..], all of whose rows lie one behind the other."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    step = PANEL if scale is None else 2 * PANEL
-    if out.numel():
-        strides = weight.stride(0), weight.stride(1), step
-        _call(x, (0, x.stride(0)), weight, strides, scale, out, (0, out.stride(0)), counts, len(weight), x.shape[1])
+def _by_panels(xs: Tensors, weights: Tensors, scales: Tensors | None, counts: Tensors | None) -> Tensors:
+    """Products with panels [F / 16, ..], or with counts those of experts, whose rows lie one behind the other."""
+    x, weight = xs[0], weights[0]
+    if x.stride(-1) != 1:
+        xs = [x.contiguous() for x in xs]
+        x = xs[0]
+    groups, expert = (1, 0) if counts is None else (len(weight), weight.stride(0))
+    panels, panel = (weight.shape[0], weight.stride(0)) if counts is None else (weight.shape[1], weight.stride(1))
+    outs = kernel.room(xs, len(x), panels * PANEL)
+    if outs[0].numel():
+        strides = 0, x.stride(0), expert, panel, PANEL if scales is None else 2 * PANEL, 0, panels * PANEL
+        _call(xs, weights, scales, outs, counts, strides, groups, x.shape[1])
+    return outs
 
 
 def _call(
-    x: torch.Tensor,
-    x_strides: tuple[int, int],
-    weight: torch.Tensor,
-    weight_strides: tuple[int, int, int],
-    scale: torch.Tensor | None,
-    out: torch.Tensor,
-    out_strides: tuple[int, int],
-    counts: torch.Tensor | None,
+    xs: Tensors,
+    weights: Tensors,
+    scales: Tensors | None,
+    outs: Tensors,
+    counts: Tensors | None,
+    strides: tuple[int, ...],
     groups: int,
     depth: int,
 ) -> None:
-    """The kernel: strides of a group first, then of a row, or of a panel and a step."""
+    """The kernel: strides of a group first, then of a row, or of a panel and a step, of `xs`, `weights` and `outs`."""
     _, product = _functions()
-    product(
-        kernel.FORMATS[x.dtype],
-        x.data_ptr(),
-        *x_strides,
-        weight.data_ptr(),
-        *weight_strides,
-        None if scale is None else scale.data_ptr(),
-        out.data_ptr(),
-        *out_strides,
-        None if counts is None else counts.data_ptr(),
-        groups,
-        len(x),
-        out.shape[-1],
-        depth,
-        torch.get_num_threads(),
-    )
+    x, out, none = xs[0], outs[0], (0,) * len(xs)
+    sizes = groups, len(x), out.shape[-1], depth, torch.get_num_threads()
+    product((xs, weights, scales or none, outs, counts or none), kernel.FORMATS[x.dtype], *strides, *sizes)
 
 
 @cache
-def _functions() -> tuple[Any, Any]:
+def _functions() -> tuple[kernel.Function, kernel.Function]:
     """The kernel's functions that pack and that multiply, for the registers that there are."""
     lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-    pack = kernel.function(f"mla_fx_pack_{lanes}", "ipplll")
-    product = kernel.function(f"mla_fx_linear_{lanes}", "ipllplllppllplllll")
+    pack = kernel.function(f"mla_fx_pack_{lanes}", "iiii")
+    product = kernel.function(f"mla_fx_linear_{lanes}", "i" * 13)
     return pack, product
 
 

@@ -1,16 +1,19 @@
 """CPU rule of `ops.QuantLinear`: an integer matrix product between two scalings."""
 
+from collections.abc import Sequence
+
 import torch
 
+from mla_fx.backends.cpu.kernel import Tensors
 from mla_fx.backends.cpu.products import in_panels, quantized, unpacked
 from mla_fx.backends.device import Run
 
 
-def rule(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
+def several(x: Tensors, weight: Tensors, scale: Tensors, *, runs: Sequence[Run]) -> Sequence[Tensors]:
     """Weights as `products.packed` has them; scaling in the scale's dtype, rounded once to that of `x`."""
-    if in_panels(x, weight):
+    if in_panels(x[0], weight[0]):
         return (quantized(x, weight, scale, None),)
-    return (plain(x, unpacked(weight), scale),)
+    return ([plain(a, unpacked(b), c) for a, b, c in zip(x, weight, scale, strict=True)],)
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,29 @@
 """CPU rule of `ops.UnpermuteTokens`."""
 
+from collections.abc import Sequence
+
 import torch
 
-from mla_fx.backends.cpu.kernel import FORMATS, function
+from mla_fx.backends.cpu.kernel import FORMATS, Tensors, function, room
 from mla_fx.backends.cpu.pointwise import takes
 from mla_fx.backends.device import Run
 
 
-def rule(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor, *, run: Run) -> tuple[torch.Tensor]:
+def several(
+    rows: Tensors,
+    source: Tensors,
+    weights: Tensors,
+    *,
+    runs: Sequence[Run],
+) -> Sequence[Tensors]:
     """Sum in float32 (float64 beside float64), in the order of the experts' scores, rounded once."""
-    if not takes(rows, source, weights):
-        return (plain(rows, source, weights),)
-    (tokens, top), features = source.shape, rows.shape[1]
-    out = rows.new_empty(tokens, features)
-    at = rows.data_ptr(), rows.stride(0), source.data_ptr(), weights.data_ptr(), out.data_ptr()
-    bring = function("mla_fx_unpermute", "iplpppllli")
-    bring(FORMATS[rows.dtype], *at, tokens, top, features, torch.get_num_threads())
-    return (out,)
+    if not takes(rows[0], source[0], weights[0]):
+        return ([plain(*mine) for mine in zip(rows, source, weights, strict=True)],)
+    (tokens, top), first = source[0].shape, rows[0]
+    outs = room(rows, tokens, first.shape[1])
+    bring, sizes = function("mla_fx_unpermute", "iiiiii"), (tokens, top, first.shape[1])
+    bring((rows, source, weights, outs), FORMATS[first.dtype], first.stride(0), *sizes, torch.get_num_threads())
+    return (outs,)
 
 
 def plain(rows: torch.Tensor, source: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,29 @@
 """CPU rule of `ops.VUp`."""
 
-import torch
+from collections.abc import Sequence
+from typing import Final
 
 from mla_fx.backends.common.local_heads import own_heads
+from mla_fx.backends.cpu.kernel import Tensors
 from mla_fx.backends.cpu.products import of_heads
+from mla_fx.backends.cpu.together import alone
 from mla_fx.backends.device import Run
 from mla_fx.effects import Group
 
 
-def rule(attn: torch.Tensor, w_uv: torch.Tensor, *, run: Run, group: Group | None, flat: bool) -> tuple[torch.Tensor]:
+def several(
+    attn: Tensors,
+    w_uv: Tensors,
+    *,
+    runs: Sequence[Run],
+    group: Group | None,
+    flat: bool,
+) -> Sequence[Tensors]:
     """One matrix product a head, then heads side by side."""
-    out = of_heads(attn, own_heads(w_uv, attn.shape[1], 0, run))
-    return (out.flatten(1) if flat else out,)
+    heads = attn[0].shape[1]
+    weights = [own_heads(one, heads, 0, run) for one, run in zip(w_uv, runs, strict=True)]
+    outs = of_heads(attn, weights)
+    return ([out.flatten(1) for out in outs] if flat else outs,)
+
+
+rule: Final = alone(several)

@@ -98,13 +98,15 @@ def test_ranks_with_hidden_states_of_their_own_get_their_own_results():
         assert ours == wanted
 
 
-def counted(backend: Backend) -> tuple[Backend, Counter[str]]:
-    """A backend whose calls of rules are counted, by op."""
+def counted(backend: Backend) -> tuple[Backend, Counter[str], Counter[str]]:
+    """A backend whose calls of rules are counted, by op; and the ranks that they were for."""
     calls: Counter[str] = Counter()
+    ranks: Counter[str] = Counter()
 
     def counting(op: type[Op], rule: Any) -> Any:
         def called(*operands: Any, **given: Any) -> Any:
             calls[op.__name__] += 1
+            ranks[op.__name__] += len(given.get("runs", [None]))
             return rule(*operands, **given)
 
         return called
@@ -115,25 +117,27 @@ def counted(backend: Backend) -> tuple[Backend, Counter[str]]:
         else counting(op, rule)
         for op, rule in backend.table.rules.items()
     }
-    return evolve(backend, table=evolve(backend.table, rules=rules)), calls
+    together = {op: counting(op, rule) for op, rule in backend.table.together.items()}
+    return evolve(backend, table=evolve(backend.table, rules=rules, together=together)), calls, ranks
 
 
 def test_what_is_the_same_is_done_once():
-    """Of a layer on 4 ranks: everything before own heads, and behind a sum; what is own, on each."""
+    """Of a layer on 4 ranks: everything before own heads, and behind a sum; what is own, on each, in one call."""
     setup = Setup(ranks=4, layers=1)
-    backend, calls = counted(backends.get("cpu", ranks=4))
-    apart, each = counted(evolve(backends.get("cpu", ranks=4), apart=True))
+    backend, calls, served = counted(backends.get("cpu", ranks=4))
+    apart, each, _ = counted(evolve(backends.get("cpu", ranks=4), apart=True))
     for one in (backend, apart):
         outcome(one, setup)
     times, ranks = STEP_COUNT, 4
     launches = Counter(type(launch.op).__name__ for launch in schedule(setup.step, orchestrations.serial).launches)
     assert each == {name: times * ranks * count for name, count in launches.items()}
     once = {"AllGather", "AllReduce", "AllToAll", "GatherHeads", "RmsNorm", "RopeAngles", "Add"}
-    assert {name for name, count in calls.items() if count == times * launches[name]} == once
+    assert {name for name, count in served.items() if count == times * launches[name]} == once
     own = {"Embedding", "AbsorbQuery", "HistoryAttention", "CurrentAttention", "Combine", "VUp", "WriteRows", "Swiglu"}
-    assert all(calls[name] == times * ranks * launches[name] for name in own)
-    assert calls["Rope"] == times * (ranks + 1)  # own heads' queries, and the key
-    assert calls["Linear"] == times * (2 + ranks * (launches["Linear"] - 2))  # q_a and kv_a are the same on all
+    assert all(served[name] == times * ranks * launches[name] for name in own)
+    assert served["Rope"] == times * (ranks + 1)  # own heads' queries, and the key
+    assert served["Linear"] == times * (2 + ranks * (launches["Linear"] - 2))  # q_a and kv_a are the same on all
+    assert calls == {name: times * count for name, count in launches.items()}
 
 
 # --- what is written -----------------------------------------------------------------------------

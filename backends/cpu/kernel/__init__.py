@@ -22,15 +22,18 @@ if __name__ != "mla_fx.backends.cpu.kernel":  # reached as a top-level name from
     raise ImportError(f"import this package as 'mla_fx.backends.cpu.kernel', not {__name__!r}")
 
 import ctypes
+import math
 import os
 import platform
+import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from attrs import frozen
 
 from mla_fx.backends import compiled
 from mla_fx.effects import InputError
@@ -40,7 +43,6 @@ WHAT: Final = "the library of kernels of the CPU backend"
 ENGINES: Final = {"amx": 4, "avx512_bf16": 2, "fma": 1}
 #: The library's numbers of activations' dtypes: `Format` in formats.h.
 FORMATS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_TYPES: Final = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float}
 CHOICE: Final = "MLA_FX_CPU_ENGINE"
 
 _HERE = Path(__file__).resolve().parent
@@ -93,13 +95,46 @@ def engine() -> str | None:
     return choice or next(iter(there), None)
 
 
+#: Bytes of a line of the cache.
+LINE: Final = 64
+#: One for each of the ranks that a call is for.
+Tensors = Sequence[torch.Tensor]
+
+
+@frozen(eq=False)
+class Function:
+    """A function of the library, called for several ranks at once."""
+
+    found: Callable[[int, bytes, bytes], None]
+    numbers: struct.Struct
+
+    def __call__(self, own: Sequence[Sequence[Any]], *numbers: float) -> None:
+        """`own`: of each argument that is a rank's own, one for every rank: a tensor for its memory, or an integer.
+
+        `numbers` are the others, the same for all; both in the order of the function's arguments.
+        """
+        words = [one if type(one) is int else one.data_ptr() for of_ranks in own for one in of_ranks]
+        self.found(len(own[0]), self.numbers.pack(*numbers), struct.pack(f"<{len(words)}q", *words))
+
+
 @cache
-def function(name: str, types: str) -> Callable[..., Any]:
-    """A function of the library that takes arguments of such types: i and l integers, p memory, f a float."""
-    found: Callable[..., Any] = getattr(library(), name)
-    found.argtypes = [_TYPES[one] for one in types]  # type: ignore[attr-defined]
-    found.restype = None  # type: ignore[attr-defined]
-    return found
+def function(name: str, numbers: str) -> Function:
+    """A function of the library whose numbers are of such types: i an integer, f a float."""
+    found = getattr(library(), f"{name}_each")
+    found.argtypes, found.restype = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p], None
+    return Function(found, struct.Struct("<" + "".join({"i": "q", "f": "f4x"}[one] for one in numbers)))
+
+
+def room(like: Tensors, *shape: int, dtype: torch.dtype | None = None) -> Tensors:
+    """Memory for a result of each rank, as many as `like`, whose dtype it has unless another is given.
+
+    It is one piece where each begins at a line of the cache, as torch has it: its products take sums in another order
+    elsewhere.
+    """
+    first, kind = like[0], dtype or like[0].dtype
+    if len(like) > 1 and math.prod(shape) * kind.itemsize % LINE == 0:
+        return first.new_empty((len(like), *shape), dtype=kind).unbind()
+    return [first.new_empty(shape, dtype=kind) for _ in like]
 
 
 def _sources() -> list[Path]:

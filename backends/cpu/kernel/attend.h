@@ -8,7 +8,7 @@
 //
 // and rows whose maximum stays are not rescaled.  Source: online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 //
-// An engine E of numbers E::Number has
+// An engine E of numbers E::Number, and what serves few rows E::Few (narrow.h), has
 //   lanes of rows in multiples of LANES; `panel`, the most rows of a panel, LANES or twice that; `tile`, keys at a time;
 //     `group`, by which a tile's keys are rounded up, the added ones with score -inf;
 //   floats(shape)            what it needs of memory, in floats; and a constructor with that memory

@@ -3,20 +3,20 @@
 Scores, softmax, accumulation and LSE are in float32, whatever the dtype.  The
 cache is read where it lies, block by block; what lengths do not reach is not
 read.  A row's bits depend on its request alone: not on what else is in the
-batch, nor on the number of threads.
+batch, nor on the number of threads.  Every rank's operands lie as those of the
+first do.
 """
 
-import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from mla_fx.backends.cpu import kernel
+from mla_fx.backends.cpu.kernel import Tensors
 
-#: As `Call` in call.h. One packed argument: ctypes takes 2 us longer for 24.
-_CALL: Final = struct.Struct("@i4P4qP2q2P5qf2Pi")
+Lengths = Sequence[Sequence[int]]  # one for each of the ranks, as `Tensors` are
 
 
 def serves(q_latent: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> bool:
@@ -30,56 +30,50 @@ def serves(q_latent: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> 
 
 
 def history(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent_cache: torch.Tensor,
-    rope_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_lengths: Sequence[int],
-    history_lengths: Sequence[int],
+    q_latents: Tensors,
+    q_ropes: Tensors,
+    latent_caches: Tensors,
+    rope_caches: Tensors,
+    block_tables: Tensors,
+    query_lengths: Lengths,
+    history_lengths: Lengths,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [T, H, L] and LSE [T, H] in float32, as `ops.HistoryAttention` has them."""
-    strides = (*latent_cache.stride()[:2], *rope_cache.stride()[:2])
-    table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
-    blocks = (table.data_ptr(), table.stride(0), latent_cache.shape[1])
-    return _attend(q_latent, q_rope, latent_cache, rope_cache, strides, blocks, query_lengths, history_lengths, scale)
+) -> tuple[Tensors, Tensors]:
+    """Of every rank outputs [T, H, L] and LSE [T, H] in float32, as `ops.HistoryAttention` has them."""
+    keys = latent_caches, rope_caches, [table.contiguous() for table in block_tables]
+    strides = *latent_caches[0].stride()[:2], *rope_caches[0].stride()[:2]
+    sizes = block_tables[0].shape[1], latent_caches[0].shape[1]
+    return _attend(q_latents, q_ropes, keys, (*strides, *sizes), query_lengths, history_lengths, scale)
 
 
 def current(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    query_lengths: Sequence[int],
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [T, H, L] and LSE [T, H] in float32, as `ops.CurrentAttention` has them."""
-    strides = (0, latent.stride(0), 0, k_rope.stride(0))
-    return _attend(q_latent, q_rope, latent, k_rope, strides, (0, 0, 0), query_lengths, None, scale)
+    q_latents: Tensors, q_ropes: Tensors, latents: Tensors, k_ropes: Tensors, query_lengths: Lengths, scale: float
+) -> tuple[Tensors, Tensors]:
+    """Of every rank outputs [T, H, L] and LSE [T, H] in float32, as `ops.CurrentAttention` has them."""
+    strides = 0, latents[0].stride(0), 0, k_ropes[0].stride(0), 0, 0
+    return _attend(q_latents, q_ropes, (latents, k_ropes, (0,) * len(latents)), strides, query_lengths, None, scale)
 
 
 def _attend(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
+    q_latents: Tensors,
+    q_ropes: Tensors,
+    keys: Sequence[Sequence[Any]],
     strides: tuple[int, ...],
-    blocks: tuple[Any, ...],
-    queries: Sequence[int],
-    keys: Sequence[int] | None,
+    queries: Lengths,
+    cached: Lengths | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q_latent, q_rope = q_latent.contiguous(), q_rope.contiguous()
-    tokens, heads, features = q_latent.shape
-    out, lse = torch.empty_like(q_latent), q_latent.new_empty((tokens, heads), dtype=torch.float32)
-    new, cached = array("q", queries), None if keys is None else array("q", keys)
-    call = _CALL.pack(
-        kernel.FORMATS[q_latent.dtype],
-        *(q_latent.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(), *strides, *blocks),
-        *(new.buffer_info()[0], 0 if cached is None else cached.buffer_info()[0]),
-        *(len(new), tokens, heads, features, q_rope.shape[2], scale),
-        *(out.data_ptr(), lse.data_ptr(), torch.get_num_threads()),
+) -> tuple[Tensors, Tensors]:
+    """`keys`: latents, ropes and tables; `strides`: in latents and ropes, of a table, and the keys of a block."""
+    q_latents, q_ropes = ([part.contiguous() for part in parts] for parts in (q_latents, q_ropes))
+    tokens, heads, features = q_latents[0].shape
+    outs = kernel.room(q_latents, tokens, heads, features)
+    sums = kernel.room(q_latents, tokens, heads, dtype=torch.float32)
+    lengths = [array("q", of_rank) for of_rank in (*queries, *(cached or ()))]  # which live until they are read
+    at = [of_rank.buffer_info()[0] for of_rank in lengths]
+    new, old = at[: len(queries)], at[len(queries) :] or (0,) * len(queries)
+    kernel.function("mla_fx_attend", "iiiiiiiiiiiiifi")(
+        (q_latents, q_ropes, *keys, new, old, outs, sums),
+        *(kernel.ENGINES[kernel.engine() or ""], kernel.FORMATS[q_latents[0].dtype], *strides),
+        *(len(queries[0]), tokens, heads, features, q_ropes[0].shape[2], scale, torch.get_num_threads()),
     )
-    kernel.function("mla_fx_attend", "ip")(kernel.ENGINES[kernel.engine() or ""], call)
-    return out, lse
+    return outs, sums

@@ -1,6 +1,6 @@
 // The engine for processors with AVX-512 and its dot product of bf16 pairs, without tiles.
-#include "bf16.h"
 #include "divide.h"
+#include "narrow_bf16.h"
 
 namespace {
 
@@ -38,6 +38,8 @@ template <int R, int V> APART void dots(Left a, Left rest, const Bf16* b, int wi
 }
 
 struct Dots {
+  using Few = NarrowPairs;
+
   static void scores(Left latent, Left rope, const Bf16* q, int width, float* s) {
     if (width == 32)
       for (int k = 0; k < STEP; k += 8) dots<8, 2>(below(latent, k), below(rope, k), q, 32, s + k * 32, 32, false);

@@ -56,12 +56,26 @@ INLINE void transpose(__m512i* r) {
   }
 }
 
+// A row of o, whose columns are in the order of unpacklo and unpackhi, as numbers in theirs.
+INLINE void write_columns(Shape shape, const float* o, float factor, Bf16* out) {
+  alignas(64) static const int LOWER[16] = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+  alignas(64) static const int UPPER[16] = {8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
+  const __m512i lower = _mm512_load_si512(LOWER), upper = _mm512_load_si512(UPPER);
+  for (int d = 0; d < shape.latent; d += 32) {
+    const __m512 a = (__m512)(load(o + d) * factor), b = (__m512)(load(o + d + 16) * factor);
+    _mm512_storeu_si512(out + d, (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(a, upper, b),
+                                                              _mm512_permutex2var_ps(a, lower, b)));
+  }
+}
+
 // Products has, beside a constructor and a destructor that run in the thread that computes,
+//   Few                                     what serves few rows, as narrow.h does
 //   scores(latent, rope, q, width, s)       s[STEP][width] = [latent, rope] q, width 16 or 32
 //   values(rows, keys, p, v, o, wide, add)  o[rows][COLUMNS] (+)= p v, keys a multiple of 32; rows up to the next
 //                                           multiple of 16 may be written
 template <class Products> struct PairsOfBf16 {
   using Number = Bf16;
+  using Few = typename Products::Few;
   static constexpr int panel = 2 * LANES, tile = TILE, group = STEP;
 
   Shape shape;
@@ -164,7 +178,7 @@ template <class Products> struct PairsOfBf16 {
     }
   }
   // COLUMNS columns of STEP keys, of which `real` count and the others are 0, whatever lies there.  The columns come in
-  // the order of unpacklo and unpackhi, which `write` undoes.
+  // the order of unpacklo and unpackhi, which `write_columns` undoes.
   static void pack_values(Left c, int d, int real, Bf16* to) {
     const auto pair = [&](__m512i a, __m512i b) __attribute__((always_inline)) {
       _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
@@ -179,16 +193,7 @@ template <class Products> struct PairsOfBf16 {
     for (; i < STEP; i += 2) pair(_mm512_setzero_si512(), _mm512_setzero_si512());
   }
 
-  void write(const float* o, float factor, Bf16* out) const {
-    alignas(64) static const int LOWER[16] = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
-    alignas(64) static const int UPPER[16] = {8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
-    const __m512i lower = _mm512_load_si512(LOWER), upper = _mm512_load_si512(UPPER);
-    for (int d = 0; d < shape.latent; d += 32) {
-      const __m512 a = (__m512)(load(o + d) * factor), b = (__m512)(load(o + d + 16) * factor);
-      _mm512_storeu_si512(out + d, (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(a, upper, b),
-                                                                _mm512_permutex2var_ps(a, lower, b)));
-    }
-  }
+  void write(const float* o, float factor, Bf16* out) const { write_columns(shape, o, factor, out); }
 };
 
 }  // namespace

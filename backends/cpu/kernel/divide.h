@@ -10,14 +10,14 @@
 #include <stdlib.h>
 
 #include "call.h"
-#include "narrow.h"
+#include "attend.h"
 
 namespace {
 
 struct Item {
   long row, first, keys, chunk;  // number of the first row in the call and among its request's
   int request, rows, chunks;
-  bool few;                      // of all rows of the request, so that a row's path is the same however they are cut
+  long all;                      // rows of the request, so that a row's path is the same however they are cut
   long slot;                     // of its first chunk, where they are kept apart; -1: they are not
   double before;                 // cost of all items before it
   double cost() const { return double(rows) * keys; }
@@ -57,7 +57,7 @@ inline long cut(const Call& call, int rows, Item* items) {
       long some = all - first < each ? all - first : each;
       long keys = call.keys ? call.keys[b] : (first + some - 1) / call.heads + 1;
       long chunk = call.keys ? chunk_of(keys, call.heads) : keys;
-      Item item = {row + first, first, keys, chunk, b, int(some), int(keys ? (keys + chunk - 1) / chunk : 0), all <= NARROW, -1, before};
+      Item item = {row + first, first, keys, chunk, b, int(some), int(keys ? (keys + chunk - 1) / chunk : 0), all, -1, before};
       before += item.cost();
       if (items) items[count] = item;
       count++;
@@ -126,20 +126,21 @@ template <class E> struct Worker {
   const Plan& plan;
   Shape shape;
   float* slots;
-  Narrow<T> narrow;
+  typename E::Few few;
   E engine;
   float* s;
   Sums whole, part;
   const Item* packed = nullptr;
 
-  static long before_s(Shape shape) { return up_to(Narrow<T>::floats(shape), 16) + up_to(E::floats(shape), 16); }
+  static long before_s(Shape shape) { return up_to(E::Few::floats(shape), 16) + up_to(E::floats(shape), 16); }
   static long before_sums(Shape shape) { return before_s(shape) + long(ROWS) * E::tile; }
   static long floats(Shape shape) { return before_sums(shape) + 2 * Sums::floats(shape); }
   Worker(const Call& call, const Plan& plan, Shape shape, float* slots, float* memory)
-      : call(call), plan(plan), shape(shape), slots(slots), narrow(memory, shape),
-        engine(memory + up_to(Narrow<T>::floats(shape), 16), shape), s(memory + before_s(shape)),
+      : call(call), plan(plan), shape(shape), slots(slots), few(memory, shape),
+        engine(memory + up_to(E::Few::floats(shape), 16), shape), s(memory + before_s(shape)),
         whole(memory + before_sums(shape), shape), part(memory + before_sums(shape) + Sums::floats(shape), shape) {}
 
+  bool is_few(const Item& item) const { return E::Few::takes(shape, item.all); }
   Sums slot(long number) const { return Sums(slots + number * Sums::floats(shape), shape); }
 
   Keys<T> keys(const Item& item) const {
@@ -156,11 +157,10 @@ template <class E> struct Worker {
   void attend_to(const Item& item, int number, Sums sums) {
     const T *latent = (const T*)call.q_latent, *rope = (const T*)call.q_rope;
     Rows<T> rows = {latent + item.row * call.latent, rope + item.row * call.rope, item.rows, item.first};
-    bool few = item.few && Narrow<T>::takes(shape);
-    if (packed != &item) few ? narrow.pack(rows) : engine.pack(rows);
+    if (packed != &item) is_few(item) ? few.pack(rows) : engine.pack(rows);
     packed = &item;
     long from = number * item.chunk, to = item.end(number), heads = call.keys ? 0 : call.heads;
-    if (few) narrow.attend(keys(item), from, to, rows, heads, call.scale, sums);
+    if (is_few(item)) few.attend(keys(item), from, to, rows, heads, call.scale, sums);
     else attend(engine, keys(item), from, to, rows, heads, call.scale, s, sums, shape);
   }
 
@@ -176,11 +176,10 @@ template <class E> struct Worker {
 
   // Results of rows [begin, end) of an item.
   void write(const Item& item, Sums sums, int begin, int end) {
-    bool few = item.few && Narrow<T>::takes(shape);
     for (int i = begin; i < end; i++) {
       const float* o = sums.o + long(i) * shape.wide();
       T* out = (T*)call.out + (item.row + i) * call.latent;
-      few ? narrow.write(o, 1 / sums.total[i], out) : engine.write(o, 1 / sums.total[i], out);
+      is_few(item) ? few.write(o, 1 / sums.total[i], out) : engine.write(o, 1 / sums.total[i], out);
       call.lse[item.row + i] = (sums.peak[i] + __builtin_log2f(sums.total[i])) * LN2;
     }
   }

@@ -6,6 +6,7 @@
 
 #include "allowed.h"
 #include "call.h"
+#include "each.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -41,11 +42,18 @@ EXPORT int mla_fx_engines() {
 }
 
 // See Call.  `engine` is one bit of mla_fx_engines.
-EXPORT void mla_fx_attend(int engine, const Call* asked) {
-  Call call = *asked;
-  call.threads = allowed(call.threads);
-  const bool pairs = call.format == BFLOAT16 && call.latent % 32 == 0 && call.rope % 32 == 0;
+static void mla_fx_attend(int engine, int format, const void* q_latent, const void* q_rope, const void* k_latent,
+                          const void* k_rope, long latent_block, long latent_row, long rope_block, long rope_row,
+                          const int* table, long table_row, long block, const long* queries, const long* keys,
+                          long requests, long tokens, long heads, long latent, long rope, float scale, void* out,
+                          float* lse, int threads) {
+  Call call = {format, q_latent, q_rope, k_latent, k_rope, latent_block, latent_row, rope_block, rope_row, table,
+               table_row, block, queries, keys, requests, tokens, heads, latent, rope, scale, out, lse,
+               allowed(threads)};
+  const bool pairs = format == BFLOAT16 && latent % 32 == 0 && rope % 32 == 0;
   if (pairs && engine == AMX) return attend_amx(call);
   if (pairs && engine == AVX512_BF16) return attend_avx512_bf16(call);
   has_avx512() ? attend_fma16(call) : attend_fma8(call);
 }
+
+EACH(mla_fx_attend)

@@ -4,7 +4,7 @@
 // lanes, against panels of packed queries; for P C its rows are the vectors, and P is spread.
 
 #pragma once
-#include "attend.h"
+#include "narrow.h"
 
 namespace {
 
@@ -118,6 +118,7 @@ struct Products {
 
 template <class T> struct Fma : Products {
   using Number = T;
+  using Few = Narrow<T>;
   using Products::Products;
 
   void pack(const Rows<T>& rows) {

@@ -20,6 +20,7 @@
 #include <memory>
 
 #include "allowed.h"
+#include "each.h"
 #include "formats.h"
 
 #if defined(__AVX512BW__)
@@ -34,9 +35,10 @@ namespace {
 
 constexpr int LANES = WIDE, PANEL = 16, PARTS = PANEL / LANES;
 constexpr int ROWS = 6;      // of a tile, at most
-constexpr int BLOCK = 96;    // rows that are widened at a time: their weights are read once
+constexpr int BLOCK = 192;   // rows that are widened at a time: their weights are read once
 constexpr int AHEAD = 4096;  // bytes of a panel that are fetched ahead of their use
 constexpr int SOME = 4;      // panels that a thread takes at a time
+constexpr int64_t PIECE = 256;  // steps of depth at a time: 4 panels of them take 64 KiB in float32
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -175,12 +177,15 @@ struct Call {
   int64_t groups, rows, features, depth, threads;
 };
 
-// R rows by P panels, over all of depth.
+// R rows by P panels, over `count` steps of depth: what they add to `sums`.
 template <class Kind, int R, int P>
-void tile(const typename Kind::Ready* x, int64_t depth, const float* steps, const Call& call,
-          const typename Kind::Weight* w, int64_t feature, typename Kind::Out::Kept* out) {
-  typename Kind::Sum sum[R][P][PARTS] = {};
-  for (int64_t d = 0; d < depth; d++) {
+void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call& call, const typename Kind::Weight* w,
+          typename Kind::Sum (*sums)[SOME][PARTS]) {
+  typename Kind::Sum sum[R][P][PARTS];
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++)
+      for (int h = 0; h < PARTS; h++) sum[r][p][h] = sums[r][p][h];
+  for (int64_t d = 0; d < count; d++) {
     typename Kind::Sum part[P][PARTS];
 #pragma GCC unroll 4
     for (int p = 0; p < P; p++) {
@@ -191,7 +196,7 @@ void tile(const typename Kind::Ready* x, int64_t depth, const float* steps, cons
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
-      const typename Kind::Sum one = Kind::spread(x[r * depth + d]);
+      const typename Kind::Sum one = Kind::spread(x[r * row + d]);
 #pragma GCC unroll 4
       for (int p = 0; p < P; p++)
 #pragma GCC unroll 2
@@ -200,22 +205,56 @@ void tile(const typename Kind::Ready* x, int64_t depth, const float* steps, cons
   }
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++)
-      for (int h = 0; h < PARTS; h++) {
-        const int f = p * PANEL + h * LANES;
-        Kind::Out::narrow(out + r * call.out_row + f, Kind::result(sum[r][p][h], steps[r], call.scale, feature + f));
-      }
+      for (int h = 0; h < PARTS; h++) sums[r][p][h] = sum[r][p][h];
 }
 
 // R rows by `panels` panels, as many at a time as there are registers for.
 template <class Kind, int R>
-void strip(const typename Kind::Ready* x, int64_t depth, const float* steps, const Call& call,
-           const typename Kind::Weight* w, int64_t feature, int panels, typename Kind::Out::Kept* out) {
+void strip(const typename Kind::Ready* x, int64_t row, int64_t count, const Call& call, const typename Kind::Weight* w,
+           int panels, typename Kind::Sum (*sums)[SOME][PARTS]) {
   constexpr int P = LANES == 16 || R == 1 ? 4 : R <= 3 ? 2 : 1;
+  const auto from = [&](int p) { return reinterpret_cast<typename Kind::Sum(*)[SOME][PARTS]>(&sums[0][p]); };
   int p = 0;
-  for (; p + P <= panels; p += P)
-    tile<Kind, R, P>(x, depth, steps, call, w + p * call.panel, feature + p * PANEL, out + p * PANEL);
-  for (; p < panels; p++)
-    tile<Kind, R, 1>(x, depth, steps, call, w + p * call.panel, feature + p * PANEL, out + p * PANEL);
+  for (; p + P <= panels; p += P) tile<Kind, R, P>(x, row, count, call, w + p * call.panel, from(p));
+  for (; p < panels; p++) tile<Kind, R, 1>(x, row, count, call, w + p * call.panel, from(p));
+}
+
+// Rows that are ready, by `panels` panels of a group from `feature` on: piece after piece of depth, so that those of
+// the weights stay in the cache while all rows go by.  Meanwhile the next piece is fetched, that of the next panels
+// behind the last, a part for each strip: so memory is read beside the products.
+template <class Kind>
+void block(const Call& call, const typename Kind::Ready* x, int64_t row, int64_t rows, const float* steps,
+           const typename Kind::Weight* w, int64_t feature, int panels, int more, typename Kind::Out::Kept* out) {
+  constexpr decltype(&strip<Kind, 1>) STRIPS[] = {strip<Kind, 1>, strip<Kind, 2>, strip<Kind, 3>,
+                                                  strip<Kind, 4>, strip<Kind, 5>, strip<Kind, 6>};
+  typename Kind::Sum sums[BLOCK][SOME][PARTS];
+  std::memset(sums, 0, rows * sizeof sums[0]);
+  const int64_t depth = call.depth / Kind::DEEP, strips = (rows + ROWS - 1) / ROWS;
+  const int64_t piece = strips == 1 ? std::max<int64_t>(depth, 1) : PIECE;  // one strip has no use for it again
+  for (int64_t d = 0; d < depth; d += piece) {
+    const bool last = d + piece >= depth;
+    const auto* next = last ? w + SOME * call.panel : w + (d + piece) * call.step;
+    const int64_t ahead = strips == 1 ? 0 : std::min(piece, last ? depth : depth - d - piece);
+    for (int64_t s = 0; s < strips; s++) {
+      for (int64_t i = ahead * s / strips; i < ahead * (s + 1) / strips; i++)
+        for (int p = 0; p < (last ? more : panels); p++) __builtin_prefetch(next + p * call.panel + i * call.step, 0, 2);
+      const int64_t t = rows * s / strips, r = rows * (s + 1) / strips - t;
+      STRIPS[r - 1](x + t * row + d, row, std::min(piece, depth - d), call, w + d * call.step, panels, sums + t);
+    }
+  }
+  for (int64_t t = 0; t < rows; t++)
+    for (int p = 0; p < panels; p++)
+      for (int h = 0; h < PARTS; h++) {
+        const int f = p * PANEL + h * LANES;
+        Kind::Out::narrow(out + t * call.out_row + f, Kind::result(sums[t][p][h], steps[t], call.scale, feature + f));
+      }
+}
+
+// Numbers between ready rows: a line more than depth, so that a column of a power of two lies in other sets of the cache.
+template <class Kind>
+int64_t apart(const Call& call) {
+  constexpr int64_t LINE = 64 / sizeof(typename Kind::Ready);
+  return call.depth / Kind::DEEP + LINE;
 }
 
 // Panels `first` to `last` of a group, for its rows from `start` on.
@@ -223,23 +262,18 @@ template <class Kind>
 void part(const Call& call, int64_t group, int64_t start, int64_t rows, int64_t first, int64_t last,
           typename Kind::Ready* ready) {
   typedef typename Kind::Out::Kept Kept;
-  constexpr decltype(&strip<Kind, 1>) STRIPS[] = {strip<Kind, 1>, strip<Kind, 2>, strip<Kind, 3>,
-                                                  strip<Kind, 4>, strip<Kind, 5>, strip<Kind, 6>};
   const Kept* x = static_cast<const Kept*>(call.x) + group * call.x_group + start * call.x_row;
   Kept* out = static_cast<Kept*>(call.out) + group * call.out_group + start * call.out_row;
   const auto* weight = static_cast<const typename Kind::Weight*>(call.weight) + group * call.weight_group;
-  const int64_t depth = call.depth / Kind::DEEP;
+  const int64_t row = apart<Kind>(call);
   float steps[BLOCK];
+  const auto some = [&](int64_t p) { return static_cast<int>(std::clamp<int64_t>(last - p, 0, SOME)); };
   for (int64_t at = 0; at < rows; at += BLOCK) {
-    const int64_t count = std::min<int64_t>(BLOCK, rows - at), strips = (count + ROWS - 1) / ROWS;
-    for (int64_t t = 0; t < count; t++) steps[t] = Kind::ready(x + (at + t) * call.x_row, call.depth, ready + t * depth);
+    const int64_t count = std::min<int64_t>(BLOCK, rows - at);
+    for (int64_t t = 0; t < count; t++) steps[t] = Kind::ready(x + (at + t) * call.x_row, call.depth, ready + t * row);
     for (int64_t p = first; p < last; p += SOME)
-      for (int64_t s = 0; s < strips; s++) {
-        const int64_t t = count * s / strips, r = count * (s + 1) / strips - t;
-        STRIPS[r - 1](ready + t * depth, depth, steps + t, call, weight + p * call.panel,
-                      group * call.features + p * PANEL,
-                      static_cast<int>(std::min<int64_t>(SOME, last - p)), out + (at + t) * call.out_row + p * PANEL);
-      }
+      block<Kind>(call, ready, row, count, steps, weight + p * call.panel, group * call.features + p * PANEL, some(p),
+                  some(p + SOME), out + at * call.out_row + p * PANEL);
   }
 }
 
@@ -255,7 +289,7 @@ void product(const Call& call) {
   }
 #pragma omp parallel num_threads(crew(total * PANEL * call.depth, call.threads))
   {
-    const int64_t room = std::min<int64_t>(BLOCK, most) * (call.depth / Kind::DEEP);
+    const int64_t room = std::min<int64_t>(BLOCK, most) * apart<Kind>(call);
     const std::unique_ptr<typename Kind::Ready[]> ready(new typename Kind::Ready[std::max<int64_t>(room, 1)]);
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t from = total * thread / threads, to = total * (thread + 1) / threads;
@@ -288,7 +322,7 @@ void pack(const Unit* from, Unit* to, int64_t features, int64_t depth, int64_t t
 }  // namespace
 
 // `format` of the activations; the weight is in the same one, or, beside scales, int8.
-extern "C" __attribute__((visibility("default"))) void NAMED(mla_fx_linear_, WIDE)(
+static void NAMED(mla_fx_linear_, WIDE)(
     int format, const void* x, int64_t x_group, int64_t x_row, const void* weight, int64_t weight_group, int64_t panel,
     int64_t step, const float* scale, void* out, int64_t out_group, int64_t out_row, const int64_t* counts,
     int64_t groups, int64_t rows, int64_t features, int64_t depth, int64_t threads) {
@@ -302,9 +336,11 @@ extern "C" __attribute__((visibility("default"))) void NAMED(mla_fx_linear_, WID
 }
 
 // `unit`: the bytes of a feature that lie together in a panel, 2 or 4.
-extern "C" __attribute__((visibility("default"))) void NAMED(mla_fx_pack_, WIDE)(int unit, const void* from, void* to,
-                                                                                int64_t features, int64_t depth,
-                                                                                int64_t threads) {
+static void NAMED(mla_fx_pack_, WIDE)(int unit, const void* from, void* to, int64_t features, int64_t depth,
+                                      int64_t threads) {
   if (unit == 2) pack(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), features, depth, threads);
   if (unit == 4) pack(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), features, depth, threads);
 }
+
+EACH(NAMED(mla_fx_linear_, WIDE))
+EACH(NAMED(mla_fx_pack_, WIDE))

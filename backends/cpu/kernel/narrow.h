@@ -16,9 +16,12 @@ template <class T> struct Narrow {
   Shape shape;
   float *q, *s;  // [row][feature], [row][key of the tile]
 
-  static bool takes(Shape shape) { return shape.latent % (8 * LANES) == 0 && shape.rope % (2 * LANES) == 0; }
+  static bool takes(Shape shape, long rows) {
+    return rows <= NARROW && shape.latent % (8 * LANES) == 0 && shape.rope % (2 * LANES) == 0;
+  }
   static long floats(Shape shape) { return NARROW * long(shape.features() + NARROW_TILE); }
-  Narrow(float* memory, Shape shape) : shape(shape), q(memory), s(memory + NARROW * long(shape.features())) {}
+  Narrow(Shape shape, float* q, float* s) : shape(shape), q(q), s(s) {}
+  Narrow(float* memory, Shape shape) : Narrow(shape, memory, memory + NARROW * long(shape.features())) {}
 
   void pack(const Rows<T>& rows) {
     for (int row = 0; row < rows.count; row++) {
@@ -126,18 +129,24 @@ template <class T> struct Narrow {
     for (int d = 0; d < shape.latent; d += N * LANES) value<R, N>(latent, n, row, d, first, sums);
   }
 
+  // Where the keys of a tile from `at` on lie, and those AHEAD, and how many the tile has; the last key goes for those
+  // that there are not, since scores are made by several and keys are asked for ahead.
+  static int tile_of(const Keys<T>& keys, long at, long to, const T** latent, const T** rope) {
+    const int known = least(NARROW_TILE + AHEAD, to - at);
+    keys.find(at, known, latent, rope);
+    for (int k = known; k < NARROW_TILE + AHEAD; k++) latent[k] = latent[known - 1], rope[k] = rope[known - 1];
+    return least(NARROW_TILE, known);
+  }
+
   // As attend() of attend.h.
   void attend(const Keys<T>& keys, long from, long to, const Rows<T>& rows, long heads, float scale, Sums sums) {
     const T *latent[NARROW_TILE + AHEAD], *rope[NARROW_TILE + AHEAD];
     for (long at = from; at < to; at += NARROW_TILE) {
-      int n = least(NARROW_TILE, to - at), known = least(NARROW_TILE + AHEAD, to - at);
-      keys.find(at, known, latent, rope);
-      // Scores are made by up to 4, and keys asked for AHEAD: the last key goes for those that there are not.
-      for (int k = known; k < NARROW_TILE + AHEAD; k++) latent[k] = latent[known - 1], rope[k] = rope[known - 1];
-      by_rows(rows.count, [&](int row, auto some) { scores<decltype(some)::count>(latent, rope, n, row); });
+      const int n = tile_of(keys, at, to, latent, rope);
+      by_rows<4>(rows.count, [&](int row, auto some) { scores<decltype(some)::count>(latent, rope, n, row); });
       for (int row = 0; row < rows.count; row++)
         softmax(row, n, heads ? (rows.first + row) / heads + 1 - at : n, scale / LN2, at == from, sums);
-      by_rows(rows.count, [&](int row, auto some) { values<decltype(some)::count>(latent, n, row, at == from, sums); });
+      by_rows<4>(rows.count, [&](int row, auto some) { values<decltype(some)::count>(latent, n, row, at == from, sums); });
     }
   }
 
@@ -148,11 +157,9 @@ template <class T> struct Narrow {
   template <int R> struct Count {
     static constexpr int count = R;
   };
-  template <class F> static INLINE void by_rows(int rows, F f) {  // 4 at a time, then 2, then 1
-    int row = 0;
-    for (; row + 4 <= rows; row += 4) f(row, Count<4>{});
-    if ((rows - row) & 2) f(row, Count<2>{}), row += 2;
-    if (row < rows) f(row, Count<1>{});
+  template <int M, class F> static INLINE void by_rows(int rows, F f, int row = 0) {  // M at a time, then half of that
+    for (; row + M <= rows; row += M) f(row, Count<M>{});
+    if constexpr (M > 1) by_rows<M / 2>(rows, f, row);
   }
 };
 

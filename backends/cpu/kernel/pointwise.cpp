@@ -8,9 +8,8 @@
 #include <memory>
 
 #include "allowed.h"
+#include "each.h"
 #include "formats.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
@@ -160,33 +159,33 @@ T* out_to(void* at, T) {
 
 // Strides count numbers; what has none lies row after row.
 
-EXPORT void mla_fx_rms_norm(int format, const void* x, int64_t x_row, const void* weight, void* out, int64_t rows,
+static void mla_fx_rms_norm(int format, const void* x, int64_t x_row, const void* weight, void* out, int64_t rows,
                             int64_t features, float epsilon, int threads) {
   with(format, [&](auto kind) {
     rms_norm(in(x, kind), x_row, in(weight, kind), out_to(out, kind), rows, features, epsilon, threads);
   });
 }
 
-EXPORT void mla_fx_swiglu(int format, const void* x, int64_t x_row, void* out, int64_t rows, int64_t features,
+static void mla_fx_swiglu(int format, const void* x, int64_t x_row, void* out, int64_t rows, int64_t features,
                           int threads) {
   with(format, [&](auto kind) { swiglu(in(x, kind), x_row, out_to(out, kind), rows, features, threads); });
 }
 
-EXPORT void mla_fx_rope(int format, const void* x, int64_t x_row, int64_t x_head, const float* cosine,
+static void mla_fx_rope(int format, const void* x, int64_t x_row, int64_t x_head, const float* cosine,
                         const float* sine, void* out, int64_t rows, int64_t heads, int64_t features, int threads) {
   with(format, [&](auto kind) {
     rope(in(x, kind), x_row, x_head, cosine, sine, out_to(out, kind), rows, heads, features, threads);
   });
 }
 
-EXPORT void mla_fx_unpermute(int format, const void* rows, int64_t row, const int32_t* source, const float* weights,
+static void mla_fx_unpermute(int format, const void* rows, int64_t row, const int32_t* source, const float* weights,
                              void* out, int64_t tokens, int64_t top, int64_t features, int threads) {
   with(format, [&](auto kind) {
     unpermute(in(rows, kind), row, source, weights, out_to(out, kind), tokens, top, features, threads);
   });
 }
 
-EXPORT void mla_fx_combine(int format, const void* recv, int64_t recv_rank, const float* recv_lse, int64_t lse_rank,
+static void mla_fx_combine(int format, const void* recv, int64_t recv_rank, const float* recv_lse, int64_t lse_rank,
                            const void* local, const float* local_lse, void* out, int64_t ranks, int64_t rows,
                            int64_t features, int threads) {
   with(format, [&](auto kind) {
@@ -195,8 +194,24 @@ EXPORT void mla_fx_combine(int format, const void* recv, int64_t recv_rank, cons
   });
 }
 
+// The rows of a table that tokens name, of those `held` from `first` on; zeros for others.  Rows of so many bytes.
+static void mla_fx_embedding(const int64_t* tokens, const char* table, Own first, Own held, char* out, int64_t rows,
+                             int64_t row) {
+  for (int64_t t = 0; t < rows; t++) {
+    const int64_t at = tokens[t] - first;
+    if (at >= 0 && at < held) memcpy(out + t * row, table + at * row, row);
+    else memset(out + t * row, 0, row);
+  }
+}
+
+// Rows whose slot is not -1, where their slot is in the cache; rows of so many bytes.
+static void mla_fx_write_rows(char* cache, const char* rows, const int64_t* slots, int64_t count, int64_t row) {
+  for (int64_t t = 0; t < count; t++)
+    if (slots[t] >= 0) memcpy(cache + slots[t] * row, rows + t * row, row);
+}
+
 // Pairs of tokens and experts from `first` on sorted by expert, `counts` and `begins` [own]; rows of so many bytes.
-EXPORT void mla_fx_permute(const void* x, int64_t x_row, const int32_t* experts, int64_t first, int64_t own,
+static void mla_fx_permute(const void* x, int64_t x_row, const int32_t* experts, Own first, int64_t own,
                            void* rows, int64_t* counts, int64_t* begins, int32_t* source, int64_t tokens, int64_t top,
                            int64_t row) {
   for (int64_t y = 0; y < own; y++) counts[y] = 0;
@@ -219,7 +234,7 @@ EXPORT void mla_fx_permute(const void* x, int64_t x_row, const int32_t* experts,
 }
 
 // What each of `ranks` ranks is sent: its heads' outputs, `out` bytes of a token, and at the end of `size` bytes its LSEs.
-EXPORT void mla_fx_pack(const char* outs, const char* lses, char* payload, int64_t tokens, int64_t ranks, int64_t out,
+static void mla_fx_pack(const char* outs, const char* lses, char* payload, int64_t tokens, int64_t ranks, int64_t out,
                         int64_t lse, int64_t size, int threads) {
   const int64_t turns = tokens * ranks;
   const auto lay = [=](int64_t turn) {
@@ -236,3 +251,13 @@ EXPORT void mla_fx_pack(const char* outs, const char* lses, char* payload, int64
     for (int64_t turn = 0; turn < turns; turn++) lay(turn);
   }
 }
+
+EACH(mla_fx_rms_norm)
+EACH(mla_fx_swiglu)
+EACH(mla_fx_rope)
+EACH(mla_fx_unpermute)
+EACH(mla_fx_combine)
+EACH(mla_fx_pack)
+EACH(mla_fx_permute)
+EACH(mla_fx_embedding)
+EACH(mla_fx_write_rows)

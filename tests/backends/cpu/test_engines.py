@@ -50,6 +50,12 @@ def test_heads(engine: str, heads: int) -> None:
     both(Case(heads, (1, 1, 0, 1), (33, 0, 9, 257), torch.bfloat16, size=32, latent=64, rope=32))
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 7, 8])
+def test_few_rows(engine: str, heads: int) -> None:
+    """Those of all sizes that are multiplied together, alone and as several tokens; lengths about a tile, and odd."""
+    both(Case(heads, (1, 1, 0, 1, 2), (33, 0, 9, 64, 1), torch.bfloat16, size=32, latent=128, rope=32))
+
+
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy behind which no memory can be read: who does is killed."""
     room = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -60,9 +66,9 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
     return rows.view(tensor.shape).copy_(tensor)
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 33])
-def test_nothing_behind_the_operands_is_read(engine: str, tokens: int) -> None:
-    case = Case(8, (tokens,), (70,), torch.bfloat16, size=35, latent=32, rope=32)
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (1, 7), (8, 1), (8, 31), (8, 33)])
+def test_nothing_behind_the_operands_is_read(engine: str, heads: int, tokens: int) -> None:
+    case = Case(heads, (tokens,), (70,), torch.bfloat16, size=35, latent=128, rope=32)
     case.q, case.caches = [guarded(q) for q in case.q], [guarded(cache) for cache in case.caches]
     case.new = [guarded(new[:-1]) for new in case.new]
     both(case)

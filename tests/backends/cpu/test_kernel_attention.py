@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Largest error of an output in parts of the largest output.
 ERRORS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 SCALE = 192**-0.5
+
+
+def of_one(attend: Any, *operands: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a single rank is given."""
+    (out,), (lse,) = attend(*[(one,) for one in operands], scale)
+    return out, lse
 
 
 @define(eq=False, slots=False)
@@ -64,10 +71,11 @@ class Case:
                     cache[block, : len(some)] = some
 
     def history(self, scale: float = SCALE) -> tuple[torch.Tensor, torch.Tensor]:
-        return attention.history(*self.q, *self.caches, self.table, self.queries, self.keys, scale)
+        operands = *self.q, *self.caches, self.table, self.queries, self.keys
+        return of_one(attention.history, *operands, scale=scale)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return attention.current(*self.q, *self.new, self.queries, SCALE)
+        return of_one(attention.current, *self.q, *self.new, self.queries, scale=SCALE)
 
     def exact(self, scale: float = SCALE, current: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.zeros(self.q[0].shape, dtype=torch.float64)
@@ -154,7 +162,7 @@ def test_bits_are_the_same_for_any_threads_and_batch(heads: int) -> None:
     for other in found[1:]:
         assert all(map(torch.equal, other[:2], found[0][:2])) and all(map(torch.equal, other[2:], found[0][2:]))
     rows, tables = slice(1, 4), case.table[1:2]
-    alone = attention.history(*(q[rows] for q in case.q), *case.caches, tables, (3,), (700,), SCALE)
+    alone = of_one(attention.history, *(q[rows] for q in case.q), *case.caches, tables, (3,), (700,), scale=SCALE)
     assert torch.equal(alone[0], found[0][0][rows]) and torch.equal(alone[1], found[0][1][rows])
 
 

@@ -14,7 +14,7 @@ from tests.backends.cpu.test_kernel_attention import DTYPES, SCALE, Case, hold
 @pytest.mark.parametrize("size", [7, 128])
 def test_plain(dtype: torch.dtype, size: int) -> None:
     case = Case(16, (1, 2, 0, 1), (97, 700, 9, 0), dtype, size=size)
-    hold(history_attention.plain(*case.q, *case.caches, case.table, case.queries, case.keys, SCALE), case.exact())
+    hold(history_attention.plain(*case.q, *case.caches, case.table, case.queries, case.keys, scale=SCALE), case.exact())
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have another exponential")

@@ -50,10 +50,10 @@ def in_turn(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear(dtype: torch.dtype, way: str) -> None:
-    for features, out in ((16, 9), (100, 32), (7, 16), (1, 80), (33, 1008), (0, 16), (5, 0)):
+    for features, out in ((16, 9), (100, 32), (7, 16), (1, 80), (33, 1008), (0, 16), (5, 0), (600, 80)):
         weight = drawn(out, features, dtype=dtype)
         kept = keep(weight, way) if weight.numel() else products.packed(weight)
-        for rows in (0, 1, products.ROWS - 1, 5, 9, 100):
+        for rows in (0, 1, products.ROWS - 1, 5, 9, 200):
             x = drawn(rows, features, dtype=dtype, seed=1)
             found = products.linear(x, kept)
             assert found.dtype == dtype and found.shape == (rows, out) and found.is_contiguous()
@@ -69,7 +69,7 @@ def test_grouped(dtype: torch.dtype, way: str) -> None:
         weight, counts = drawn(experts, out, features, dtype=dtype), in_turn(experts)
         rows = drawn(int(counts.sum()) + 3, features, dtype=dtype, seed=1)
         rows[-3:] = torch.nan
-        found = products.grouped(rows, products.packed(weight), counts)
+        (found,) = products.grouped([rows], [products.packed(weight)], [counts])
         assert found.dtype == dtype and found.shape == (len(rows), out)
         for mine, x, one in zip(
             found[:-3].split(counts.tolist()), rows[:-3].split(counts.tolist()), weight, strict=True
@@ -86,7 +86,7 @@ def test_of_heads(dtype: torch.dtype, way: str) -> None:
             drawn(heads + 2, features, out, dtype=dtype)[1:-1],
             drawn(heads, out, features, dtype=dtype).mT,
         ):
-            found = products.of_heads(x, weight)
+            (found,) = products.of_heads([x], [weight])
             assert found.dtype == dtype and found.shape == (rows, heads, out) and found.is_contiguous()
             for head in range(heads):
                 assert close(found[:, head], x[:, head], weight[head]), (heads, rows, features, out)
@@ -106,17 +106,20 @@ def test_panels_are_sixteen_features_side_by_side(dtype: torch.dtype) -> None:
 @kernel
 @each("dtype", DTYPES)
 def test_a_row_is_the_same_alone_and_in_any_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: in batches of each number of rows that a tile has, and of more than are widened at a time."""
+    """Bit for bit: in batches of each number of rows that a tile has, and of more than are widened at a time.
+
+    Depth is more than two pieces, and no whole number of them: one row has it in one, several piece after piece.
+    """
     monkeypatch.setattr(products, "compiled", lambda dtype: True)
-    x, weight, up = drawn(200, 37, dtype=dtype), drawn(176, 37, dtype=dtype), drawn(2, 37, 176, dtype=dtype)
+    x, weight, up = drawn(260, 549, dtype=dtype), drawn(176, 549, dtype=dtype), drawn(2, 549, 176, dtype=dtype)
     kept, both = products.packed(weight), torch.stack([x, x.flip(1)], 1)
-    whole, heads = products.linear(x, kept), products.of_heads(both, up)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 97):
+    whole, (heads,) = products.linear(x, kept), products.of_heads([both], [up])
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 193):
         assert torch.equal(products.linear(x[:rows], kept), whole[:rows])
         assert torch.equal(products.linear(x[-rows:], kept), whole[-rows:])
-        assert torch.equal(products.of_heads(both[-rows:], up), heads[-rows:])
+        assert torch.equal(products.of_heads([both[-rows:]], [up])[0], heads[-rows:])
     counts = torch.tensor([3, 0, 90])
-    mine = products.grouped(torch.cat([x[:3], x[:90]]), torch.stack([kept] * 3), counts)
+    (mine,) = products.grouped([torch.cat([x[:3], x[:90]])], [torch.stack([kept] * 3)], [counts])
     assert torch.equal(mine, torch.cat([whole[:3], whole[:90]]))
 
 
@@ -124,11 +127,11 @@ def test_a_row_is_the_same_alone_and_in_any_batch(dtype: torch.dtype, monkeypatc
 def test_threads_change_no_bit() -> None:
     x, weight, counts = drawn(126, 64), drawn(8, 208, 64), torch.tensor([1, 0, 90, 3, 0, 7, 2, 20])
     kept, before = products._panels(weight, 1), torch.get_num_threads()
-    alone = products.grouped(x, kept, counts)[:123]
+    alone = products.grouped([x], [kept], [counts])[0][:123]
     try:
         for threads in (2, 3, 7):
             torch.set_num_threads(threads)
-            assert torch.equal(products.grouped(x, kept, counts)[:123], alone)
+            assert torch.equal(products.grouped([x], [kept], [counts])[0][:123], alone)
     finally:
         torch.set_num_threads(before)
 
@@ -161,15 +164,16 @@ def test_sixteen_bits_are_rounded_as_torch_does(monkeypatch: pytest.MonkeyPatch)
 @each("dtype", DTYPES)
 def test_quantized_is_the_plain_way_bit_for_bit(dtype: torch.dtype) -> None:
     """The same steps, integers, exact sums and roundings; with rows of zeros, NaN and infinity, and experts."""
-    weight, scale = torch.randint(-128, 128, (3, 48, 38), dtype=torch.int8), drawn(3, 48, seed=2).abs()
+    weight, scale = torch.randint(-128, 128, (3, 48, 1034), dtype=torch.int8), drawn(3, 48, seed=2).abs()
     panels = products._panels(weight, 2)
-    for rows in (0, 1, 2, 7, 100):
-        x = drawn(rows, 38, dtype=dtype) * 3
+    for rows in (0, 1, 2, 7, 200):
+        x = drawn(rows, 1034, dtype=dtype) * 3
         if rows > 6:
             x[1], x[2, 5], x[3, 4], x[5] = 0, torch.nan, -torch.inf, x[5] * 1e-4
-        found, right = products.quantized(x, panels[1], scale[1], None), quant_linear.plain(x, weight[1], scale[1])
+        (found,) = products.quantized([x], [panels[1]], [scale[1]], None)
+        right = quant_linear.plain(x, weight[1], scale[1])
         assert torch.equal(found.nan_to_num(7), right.nan_to_num(7)) and found.dtype == dtype
     counts = torch.tensor([40, 0, 50])
-    found = products.quantized(x, panels, scale, counts)[:90]
+    found = products.quantized([x], [panels], [scale], [counts])[0][:90]
     right = [quant_linear.plain(x[:40], weight[0], scale[0]), quant_linear.plain(x[40:90], weight[2], scale[2])]
     assert torch.equal(found.nan_to_num(7), torch.cat(right).nan_to_num(7))

@@ -1,0 +1,66 @@
+// How Python calls a function: for several ranks in one call, where a call for each costs more than its part of the work.
+//
+// Numbers are common to all of them: a word of 8 bytes for every argument that is one, a float in the first four.  What
+// is each rank's own, addresses and integers that are `Own`, lies argument after argument, a word for every rank.
+
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include <type_traits>
+#include <utility>
+
+namespace {
+
+struct Own {
+  int64_t value;
+  operator int64_t() const { return value; }
+};
+
+template <class T>
+constexpr bool OF_A_RANK = std::is_pointer_v<T> || std::is_same_v<T, Own>;
+
+// How many of the arguments before one are a rank's own, or are not.
+template <class... T>
+constexpr int64_t before(size_t argument, bool own) {
+  constexpr bool owned[] = {OF_A_RANK<T>...};
+  int64_t count = 0;
+  for (size_t i = 0; i < argument; i++) count += owned[i] == own;
+  return count;
+}
+
+template <class T>
+T read(const int64_t& word) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(word);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    T value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+  } else if constexpr (std::is_same_v<T, Own>) {
+    return {word};
+  } else {
+    return static_cast<T>(word);
+  }
+}
+
+template <class... T, size_t... I>
+void for_each_rank(void (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* own,
+                   std::index_sequence<I...>) {
+  for (int64_t rank = 0; rank < ranks; rank++)
+    function(read<T>(OF_A_RANK<T> ? own[before<T...>(I, true) * ranks + rank] : numbers[before<T...>(I, false)])...);
+}
+
+template <class... T>
+void for_each_rank(void (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* own) {
+  for_each_rank(function, ranks, numbers, own, std::index_sequence_for<T...>());
+}
+
+}  // namespace
+
+#define EACH(function) EACH_OF(function)
+#define EACH_OF(function)                                                                         \
+  extern "C" __attribute__((visibility("default"))) void function##_each(                        \
+      int64_t ranks, const int64_t* numbers, const int64_t* own) {                                \
+    for_each_rank(function, ranks, numbers, own);                                                 \
+  }
