@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from attrs import field, frozen
 
 from mla_fx.backends.overlap import Overlaps
+from mla_fx.backends.table import Formed
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Input, InputError, Launch, Op, Program
 from mla_fx.effects.aval import FLOATS
@@ -182,9 +183,7 @@ class Loader:
     overlaps: Overlaps
 
     @classmethod
-    def of(
-        cls, program: Program, ranks: range, device: str, parameters: Mapping[str, Sequence[torch.Tensor]]
-    ) -> "Loader":
+    def of(cls, program: Program, ranks: range, device: str, parameters: Mapping[str, Sequence[Formed]]) -> "Loader":
         """The loader of a program's inputs, all but its parameters; `device` is the kind that tensors must be on."""
         inputs = tuple(put for put in program.inputs if put.role != "parameter")
         states = set(program.states())

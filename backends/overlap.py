@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 
+from mla_fx.backends.table import Formed, tensors
 from mla_fx.effects import Input, InputError
 
 
@@ -24,7 +25,7 @@ class Overlaps:
         states: set[str],
         ranks: range,
         device: str,
-        parameters: Mapping[str, Sequence[torch.Tensor]],
+        parameters: Mapping[str, Sequence[Formed]],
     ) -> None:
         places = [(put, rank) for put in inputs for rank in ranks]
         self.names = [f"{put.name} of rank {rank}" for put, rank in places]
@@ -32,9 +33,10 @@ class Overlaps:
         here = ("device", "staged") if device == "cpu" else ("device",)  # addresses of two devices say nothing
         self.others = [n for n, (put, _) in enumerate(places) if put.name not in states and put.place in here]
         self.fixed = [
-            (*span(leaf), len(self.names) + n)
+            (*span(part), len(self.names) + n)
             for n, leaf in enumerate(leaf for leaves in parameters.values() for leaf in leaves)
-            if leaf.numel() and leaf.layout is torch.strided  # what a library has packed has no addresses
+            for part in tensors(leaf)
+            if part.numel() and part.layout is torch.strided  # what a library has packed has no addresses
         ]
         self.names += [f"{name} of rank {rank}" for name in parameters for rank in ranks]
         self.known: list[tuple[int, Any, int]] = []  # of every state in the step before: number, reference, address

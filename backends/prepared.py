@@ -7,7 +7,7 @@ import torch
 from attrs import field, frozen
 
 from mla_fx.backends.inputs import Leaves, refuse
-from mla_fx.backends.table import Form
+from mla_fx.backends.table import Form, Formed, tensors
 from mla_fx.backends.world import bits_of
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import Aval, Input, InputError
@@ -26,9 +26,9 @@ class Prepared:
     ranks: range
     device: str
     inputs: Mapping[str, Input] = field(repr=False)
-    leaves: Mapping[str, tuple[torch.Tensor, ...]] = field(repr=False)
+    leaves: Mapping[str, tuple[Any, ...]] = field(repr=False)
     kept: Mapping[str, Form] = field(factory=dict, repr=False)
-    _forms: dict[tuple[str, Form], tuple[torch.Tensor, ...]] = field(factory=dict, repr=False)
+    _forms: dict[tuple[str, Form], tuple[Formed, ...]] = field(factory=dict, repr=False)
 
     def accept(self, put: Input) -> None:
         """Raise `InputError` unless the input was prepared."""
@@ -37,8 +37,8 @@ class Prepared:
             got = "none of this name" if mine is None else str(mine.aval)
             raise InputError(f"{put.name}: the parameter prepared must be {put.aval}: got {got}")
 
-    def of(self, put: Input, form: Form | None = None) -> tuple[torch.Tensor, ...]:
-        """Every rank's tensor of an input, in the form asked for; each form is made once."""
+    def of(self, put: Input, form: Form | None = None) -> tuple[Any, ...]:
+        """Every rank's leaf of an input, a tensor, or what the form asked for is; each form is made once."""
         self.accept(put)
         kept = self.kept.get(put.name)
         if form is kept:
@@ -57,7 +57,9 @@ class Prepared:
     def held(self, rank: int) -> tuple[int, int]:
         """Bytes that a rank's parameters take, and those of what they became in forms: memory that is shared once."""
         at = self.ranks.index(rank)
-        leaves, formed = ({_memory(of[at]) for of in each.values()} for each in (self.leaves, self._forms))
+        leaves, formed = (
+            {_memory(one) for of in each.values() for one in tensors(of[at])} for each in (self.leaves, self._forms)
+        )
         return sum(size for _, size in leaves), sum(size for _, size in formed - leaves)
 
 
@@ -66,7 +68,7 @@ def _memory(leaf: torch.Tensor) -> tuple[int, int]:
     return leaf.data_ptr() if leaf.layout is torch.strided else id(leaf), leaf.nbytes
 
 
-def _formed(leaves: Sequence[torch.Tensor], form: Form) -> tuple[torch.Tensor, ...]:
+def _formed(leaves: Sequence[torch.Tensor], form: Form) -> tuple[Formed, ...]:
     """Every rank's; ranks may share one."""
     with torch.no_grad():
         made = {key: form(leaf) for key, leaf in {id(leaf): leaf for leaf in leaves}.items()}
@@ -100,7 +102,7 @@ def prepare(
     forms = forms or {}
     wanted = tuple(put for put in inputs if put.role == "parameter")
     found = iter(Leaves(wanted, ranks)(arguments))
-    kept: dict[str, tuple[torch.Tensor, ...]] = {}
+    kept: dict[str, tuple[Formed, ...]] = {}
     named: dict[str, Input] = {}
     moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for put in wanted:

@@ -30,8 +30,8 @@ an entry of their first axis, is contiguous, and between ranks there may be gaps
 Beside rules, a table may have for an op
 
     takes   `takes(op, *avals) -> str | None`: why the backend cannot run the op on such operands; asked when compiling
-    forms   operand -> function: the form that the rules want it in.  A parameter is brought into it once, when it is
-            prepared, and kept in it alone where all of what it is prepared for wants it so
+    forms   operand -> function: the form that rules want it in, a tensor or several in its place.  A parameter is
+            brought into it once, when it is prepared, and kept in it alone where all that it is for wants it so
     passes  from step to step, as `Backend.lower` applies them: fusing what the backend has an operator for
     captured  the rule in a captured program where the device updates no launches: integers on the host come to it as
             int64 tensors on the device, so that it works on shapes alone
@@ -53,7 +53,9 @@ from mla_fx.effects.aval import operand
 
 #: See the top of this file.  A protocol with keywords of its own for every op cannot be written down.
 Rule = Callable[..., Any]
-Form = Callable[[torch.Tensor], torch.Tensor]
+#: An operand as its rules take it; several tensors where a library packs what is one operand piece by piece.
+Formed = torch.Tensor | tuple[torch.Tensor, ...]
+Form = Callable[[torch.Tensor], Formed]
 #: `takes(op, *avals)`: why the op cannot run on such operands, in words; None where it can.
 Takes = Callable[..., str | None]
 
@@ -66,6 +68,15 @@ def takes_any(op: Op, position: int) -> bool:
     (True, False)
     """
     return operand(list(op.operands.values())[position]).kind == "any"
+
+
+def tensors(of: Formed) -> tuple[torch.Tensor, ...]:
+    """All that an operand consists of.
+
+    >>> tensors(torch.ones(1)), tensors((torch.ones(1), torch.zeros(1)))
+    ((tensor([1.]),), (tensor([1.]), tensor([0.])))
+    """
+    return of if isinstance(of, tuple) else (of,)
 
 
 def formed(rule: Rule, forms: Mapping[int, Form]) -> Rule:

@@ -5,9 +5,10 @@ import torch
 from mla_fx.backends.common.gate_logits import widened
 from mla_fx.backends.cpu.products import linear, packed
 from mla_fx.backends.device import Run
+from mla_fx.backends.table import Formed
 
 
-def ready(weight: torch.Tensor) -> torch.Tensor:
+def ready(weight: torch.Tensor) -> Formed:
     """The form that `rule` wants the weight in: widened, and packed for its products."""
     return packed(widened(weight))
 

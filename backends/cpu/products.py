@@ -2,10 +2,12 @@
 
 | the processor has | the dtype | a weight is kept | products are |
 |---|---|---|---|
-| 16-bit products | that one | packed by oneDNN, those of experts as they are | oneDNN's |
+| 16-bit products | that one | packed by oneDNN, each expert's by itself, those of heads as they are | oneDNN's |
 | AVX2 and FMA | 16 bits without such products, float32 | in panels | the compiled kernel's |
 | AVX2, no 8-bit dot products | int8 beside scales | in panels | the compiled kernel's |
 | else, or no compiler | any | as it is | torch's, 16 bits widened piece by piece |
+
+Heads are one product for all: packed, they would be as many calls as heads.
 
 Panels are 16 features side by side, [F / 16, D, 16] of a weight [F, D], so F
 must be a multiple of 16; in int8 two neighbours of D lie together, [F / 16,
@@ -20,7 +22,7 @@ the kernel multiplies, all of them are one call.
 All sums are in float32 (float64 beside float64), those of int8 exact.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Final
 
@@ -29,6 +31,7 @@ from torch.nn import functional
 
 from mla_fx.backends.cpu import kernel
 from mla_fx.backends.cpu.kernel import Tensors
+from mla_fx.backends.table import Formed
 
 #: Numbers of a weight that torch widens at a time: 2 MiB in float32.
 PIECE = 1 << 19
@@ -65,7 +68,7 @@ def packs(dtype: torch.dtype) -> bool:
 # --- forms -------------------------------------------------------------------
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
+def packed(weight: torch.Tensor) -> Formed:
     """The form of a weight [F, D], or of experts' [Y, F, D], that `linear` and `grouped` take: see the top."""
     features, depth = weight.shape[-2:]
     if not weight.numel():
@@ -73,7 +76,9 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     if compiled(weight.dtype):
         pairs = 2 if weight.dtype == torch.int8 else 1
         return _panels(weight, pairs) if features % PANEL == 0 and depth % pairs == 0 else weight
-    return one_dnn(weight) if weight.dim() == 2 and packs(weight.dtype) else weight
+    if not packs(weight.dtype):
+        return weight
+    return one_dnn(weight) if weight.dim() == 2 else tuple(one_dnn(expert) for expert in weight)
 
 
 def one_dnn(weight: torch.Tensor) -> torch.Tensor:
@@ -114,18 +119,20 @@ def linears(xs: Tensors, weights: Tensors) -> Tensors:
     return _by_panels(xs, weights, None, None)
 
 
-def grouped(rows: Tensors, weights: Tensors, counts: Tensors) -> Tensors:
+def grouped(rows: Tensors, weights: Sequence[Formed], counts: Tensors) -> Tensors:
     """Of every rank, `rows` [Z, D] times the weight of their expert, [Y, F, D] as `packed` has it -> [Z, F].
 
     The first counts[0] rows are of the first expert, and so on; rows behind the last count are left as they come.
     """
-    if weights[0].dim() == 4:
-        return _by_panels(rows, weights, None, counts)
+    panels = [weight for weight in weights if isinstance(weight, torch.Tensor) and weight.dim() == 4]
+    if panels:
+        return _by_panels(rows, panels, None, counts)
     return [_grouped(*mine) for mine in zip(rows, weights, counts, strict=True)]
 
 
-def _grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    return by_expert(rows, weight.shape[1], counts, lambda some, y: _linear(some, weight[y]))
+def _grouped(rows: torch.Tensor, weight: Formed, counts: torch.Tensor) -> torch.Tensor:
+    features = weight.shape[1] if isinstance(weight, torch.Tensor) else len(weight[0])
+    return by_expert(rows, features, counts, lambda some, y: linear(some, weight[y]))
 
 
 def by_expert(

@@ -88,3 +88,22 @@ def test_what_is_kept_in_a_form_is_for_whom_it_was_prepared():
         with pytest.raises(InputError, match=message):
             ran(other, described, prepared)
     ran(made, step(), prepared)
+
+
+def test_a_form_may_be_several_tensors():
+    """The rule gets them as they are, and their bytes are held, each tensor once."""
+
+    def pieces(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (*(row.clone() for row in weight[:2]), weight[2:].clone(), weight[2:4].clone())
+
+    def linear(x, weight, *, run):
+        return (torch.stack([x @ row for row in (*weight[:2], *weight[2])], 1),)
+
+    made = backends.get("cpu").with_rules({ops.Linear: linear})
+    made = evolve(made, table=evolve(made.table, forms={**made.table.forms, ops.Linear: {"weight": pieces}}))
+    (out,), prepared = ran(made, step())
+    assert torch.allclose(out, VALUES["x"] @ VALUES["w"].t())
+    assert prepared.kept == {NAME: pieces} and prepared.held(0) == (VALUES["w"].nbytes * 3 // 2, 0)
+    other = made.prepare(step(twice=True), [{"w": VALUES["w"]}])
+    made.compile(schedule(step(twice=True), orchestrations.serial), other)
+    assert other.held(0) == (VALUES["w"].nbytes, VALUES["w"].nbytes * 3 // 2)

@@ -10,5 +10,11 @@ static void other(const Call& call) {
 void attend_fma8(const Call& call) { other(call); }
 void attend_fma16(const Call& call) { other(call); }
 
+// What has been executed since the last call, and from now on how often each 64 bytes of a memory are loaded.
+EXPORT void emulated_counts(emulated::Counts* counts) { *counts = emulated::counts, emulated::counts = {}; }
+EXPORT void emulated_watch(const void* memory, long bytes, int32_t* times) {
+  emulated::watched = {uintptr_t(memory), uintptr_t(memory) + bytes, times};
+}
+
 // Whether this thread still has tiles.
 EXPORT int emulated_tiles() { return emulated::tiles.shape.palette; }

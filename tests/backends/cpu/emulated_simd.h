@@ -18,6 +18,27 @@ namespace emulated {
 
 #define MLA_INLINE static __attribute__((noinline, unused))  // or a unit takes a minute to compile
 
+// ---- what has been executed ----
+
+struct Counts {  // as simd.py has them
+  int64_t dots, tile_dots, tile_loads, tile_stores, exponentials, conversions, broadcasts, loads, stores;
+};
+inline Counts counts{};  // of all threads that were alone
+
+// How often each 64 bytes of this memory were loaded, whole or in part.
+struct Watched {
+  uintptr_t from = 0, to = 0;
+  int32_t* times = nullptr;
+};
+inline Watched watched;
+inline void seen(const void* p) {
+  const uintptr_t at = uintptr_t(p);
+  if (at < watched.from || at >= watched.to) return;
+  const uintptr_t first = (at - watched.from) / 64, last = (at + 63 - watched.from) / 64;
+  watched.times[first]++;
+  if (last > first) watched.times[last]++;
+}
+
 // ---- bits ----
 
 template <class To, class From>
@@ -55,11 +76,12 @@ MLA_INLINE uint16_t narrowed(float value) {
 // ---- memory and constants ----
 
 MLA_INLINE __m512i loadu_si512(const void* p) {
+  counts.loads++, seen(p);
   __m512i x;
   std::memcpy(&x, p, 64);
   return x;
 }
-MLA_INLINE void storeu_si512(void* p, __m512i x) { std::memcpy(p, &x, 64); }
+MLA_INLINE void storeu_si512(void* p, __m512i x) { counts.stores++, std::memcpy(p, &x, 64); }
 
 [[noreturn]] inline void fault(const char* what) {  // where the processor raises an exception
   std::fprintf(stderr, "emulated processor: %s\n", what);
@@ -73,6 +95,7 @@ MLA_INLINE void store_si512(void* p, __m512i x) { aligned(p), storeu_si512(p, x)
 
 MLA_INLINE __m512i setzero_si512() { return __m512i{}; }
 MLA_INLINE __m512i set1_epi32(int x) {
+  counts.broadcasts++;
   I32 r;
   for (auto& each : r.x) each = uint32_t(x);
   return bits<__m512i>(r);
@@ -117,6 +140,7 @@ MLA_INLINE __m512 permutex2var_ps(__m512 a, __m512i index, __m512 b) {  // bit 4
 // ---- bf16 ----
 
 MLA_INLINE __m512bh cvtne2ps_pbh(__m512 a, __m512 b) {  // b below, a above
+  counts.conversions++;
   F32 x = bits<F32>(a), y = bits<F32>(b);
   I16 r;
   for (int i = 0; i < 16; i++) r.x[i] = narrowed(y.x[i]), r.x[16 + i] = narrowed(x.x[i]);
@@ -124,6 +148,7 @@ MLA_INLINE __m512bh cvtne2ps_pbh(__m512 a, __m512 b) {  // b below, a above
 }
 // Two steps an element, the upper product first, each rounded to nearest even, denormals flushed.
 MLA_INLINE __m512 dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+  counts.dots++;
   F32 s = bits<F32>(sum);
   I16 x = bits<I16>(a), y = bits<I16>(b);
   for (int i = 0; i < 16; i++) {
@@ -151,6 +176,7 @@ MLA_INLINE __m512 reduce_ps(__m512 a) {
   return each(a, a, [](float x, float) { return std::isinf(x) ? 0.f : x - std::floor(x); });
 }
 MLA_INLINE __m512 scalef_ps(__m512 a, __m512 b) {  // a 2^floor(b), for a that is neither 0 nor infinite
+  counts.exponentials++;
   return each(a, b, [](float x, float y) {
     if (x != x || y != y) return x + y;
     const float power = std::floor(y);
@@ -219,17 +245,21 @@ inline void tilezero(int t) {
 }
 inline void tileload(int t, const void* from, long stride) {  // what the shape does not cover becomes 0
   tilezero(t);
+  counts.tile_loads++;
+  for (int r = 0; r < tiles.shape.rows[t]; r++) seen(static_cast<const char*>(from) + r * stride);
   for (int r = 0; r < tiles.shape.rows[t]; r++)
     std::memcpy(tiles.data[t][r], static_cast<const char*>(from) + r * stride, tiles.shape.bytes[t]);
 }
 inline void tilestore(int t, void* to, long stride) {
   shaped(t);
+  counts.tile_stores++;
   for (int r = 0; r < tiles.shape.rows[t]; r++)
     std::memcpy(static_cast<char*>(to) + r * stride, tiles.data[t][r], tiles.shape.bytes[t]);
 }
 // c += a b: a of rows of pairs along k, b of pairs of k. Even and odd products are summed apart, then added together,
 // then to c, each step rounded to nearest even, denormals flushed.
 inline void tiledot(int c, int a, int b) {
+  counts.tile_dots++;
   shaped(a), shaped(b), shaped(c);
   const Configuration& s = tiles.shape;
   need(a != b && b != c && a != c, "tdpbf16ps: the three tiles must differ");

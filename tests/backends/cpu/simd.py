@@ -2,8 +2,12 @@
 
 import ctypes
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+import torch
+from attrs import frozen
 
 from mla_fx.backends import compiled
 
@@ -13,6 +17,40 @@ KERNEL = Path(compiled.__file__).resolve().parent / "cpu" / "kernel"
 EMULATED = ("-DMLA_EMULATED", f"-I{HERE}", "-Wno-psabi", "-mavx2", "-mfma", "-mf16c")
 REAL = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c")
 _COMMON = ("-std=c++17", "-O1", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden", f"-I{KERNEL}")
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("dots", "tile_dots", "tile_loads", "tile_stores", "exponentials")),
+        *((name, ctypes.c_int64) for name in ("conversions", "broadcasts", "loads", "stores")),
+    ]
+
+
+@frozen
+class Executed:
+    """Instructions of the emulated processor, by name; `lines`, how often each 64 bytes of the watched were loaded."""
+
+    counts: dict[str, int]
+    lines: torch.Tensor
+
+
+def executed(run: Callable[[], object], watched: torch.Tensor) -> Executed:
+    """What the emulated engines execute while `run` calls them on one thread, and load of a tensor."""
+    library, counts = engines(), _Counts()
+    lines = torch.zeros(-(-watched.nbytes // 64), dtype=torch.int32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    library.emulated_counts(ctypes.byref(counts))
+    library.emulated_watch(
+        ctypes.c_void_p(watched.data_ptr()), ctypes.c_long(watched.nbytes), ctypes.c_void_p(lines.data_ptr())
+    )
+    try:
+        run()
+    finally:
+        library.emulated_watch(None, 0, None)
+        library.emulated_counts(ctypes.byref(counts))
+        torch.set_num_threads(before)
+    return Executed({name: getattr(counts, name) for name, _ in counts._fields_}, lines)
 
 
 def flags() -> set[str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_fx.backends.cpu import products, quant_linear
+from mla_fx.backends.table import Formed
 from tests.cases import each
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -19,16 +20,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip("no kernel here")
     monkeypatch.setattr(products, "compiled", lambda dtype: chosen == "kernel")
     monkeypatch.setattr(products, "has", lambda dtype: chosen == "torch, native")
+    monkeypatch.setattr(products, "packs", lambda dtype: chosen == "oneDNN")
     monkeypatch.setattr(products, "PIECE", 64)
     return chosen
 
 
-def keep(weight: torch.Tensor, way: str) -> torch.Tensor:
-    if way != "oneDNN":
-        return products.packed(weight) if way == "kernel" else weight
-    if weight.dtype != torch.float32:
+def keep(weight: torch.Tensor, way: str) -> Formed:
+    if way == "oneDNN" and weight.dtype != torch.float32:
         pytest.skip("what oneDNN packs everywhere is float32")
-    return products.one_dnn(weight)
+    return products.packed(weight)
 
 
 def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -52,7 +52,7 @@ def in_turn(count: int) -> torch.Tensor:
 def test_linear(dtype: torch.dtype, way: str) -> None:
     for features, out in ((16, 9), (100, 32), (7, 16), (1, 80), (33, 1008), (0, 16), (5, 0), (600, 80)):
         weight = drawn(out, features, dtype=dtype)
-        kept = keep(weight, way) if weight.numel() else products.packed(weight)
+        kept = keep(weight, way)
         for rows in (0, 1, products.ROWS - 1, 5, 9, 200):
             x = drawn(rows, features, dtype=dtype, seed=1)
             found = products.linear(x, kept)
@@ -63,13 +63,13 @@ def test_linear(dtype: torch.dtype, way: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped(dtype: torch.dtype, way: str) -> None:
     """All experts of a layer; what is behind the last count is neither read nor written."""
-    if way == "oneDNN":
-        pytest.skip("it packs a matrix")
     for experts, features, out in ((1, 3, 16), (7, 20, 32), (5, 9, 5)):
         weight, counts = drawn(experts, out, features, dtype=dtype), in_turn(experts)
         rows = drawn(int(counts.sum()) + 3, features, dtype=dtype, seed=1)
         rows[-3:] = torch.nan
-        (found,) = products.grouped([rows], [products.packed(weight)], [counts])
+        kept = keep(weight, way)
+        assert isinstance(kept, tuple) == (way == "oneDNN")
+        (found,) = products.grouped([rows], [kept], [counts])
         assert found.dtype == dtype and found.shape == (len(rows), out)
         for mine, x, one in zip(
             found[:-3].split(counts.tolist()), rows[:-3].split(counts.tolist()), weight, strict=True
