@@ -41,7 +41,7 @@ FEW = [
     *((heads, lengths) for heads in (128, 16) for lengths in ((1024,), (1024,) * 4, (8192,), MIXED)),
     *((16, (1024,) * 64), (8, (1024,)), (8, MIXED), (1, (1024,)), (1, MIXED)),
 ]
-#: How many times as long as an engine the torch pair must take in bf16: at every point, and in the median of points with
+#: How many times as long as an engine the torch pair must take in bf16: at every point, and in the median of those with
 #: so many heads and fewer.
 FASTER = {"amx": (1.8, 3.0, 128), "avx512_bf16": (1.0, 1.3, 16), "fma": (1.0, 1.0, 128)}
 
