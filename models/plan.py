@@ -26,8 +26,8 @@ from mla_fx import orchestrations
 from mla_fx.decode import StepShape, cache_avals
 from mla_fx.effects import Aval, Cost, InputError, Orchestration, Step, cost, schedule
 from mla_fx.effects.validate import integer
+from mla_fx.models.chunks import CHUNK, round_up
 from mla_fx.models.config import ModelConfig
-from mla_fx.models.runner import CHUNK, round_up
 from mla_fx.models.stack import layer_of, model_step, mtp_step
 from mla_fx.models.weights import model_avals, mtp_avals
 from mla_fx.parameters import LayerParams, MoeParams

@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 
 from mla_fx.decode import StepShape
 from mla_fx.models.blocks import BlockManager, OutOfBlocksError
+from mla_fx.models.chunks import taken
 from mla_fx.models.request import Request, Served
 from mla_fx.models.runner import Piece
 
@@ -81,7 +82,7 @@ class Replica:
         """What each request does in this step.
 
         Every request that decodes gets its last token, and the first prompt at least one; then drafts and the rest of
-        prompts share what the step has left.
+        prompts share what the step has left, of which prompts leave some where else much of it were padding (`taken`).
         """
         decoding = [request for request in self.running if request.pending == 1]
         prompts = [request for request in self.running if request.pending > 1]
@@ -93,8 +94,10 @@ class Replica:
             spare -= len(request.drafts)
             parts.append(self._part(request, 1, row))
             row += 1 + len(request.drafts)
+        total = min(self.chunk, row + sum(request.pending for request in prompts))
+        end = taken(total) if taken(total) > row else total
         for request in prompts:
-            count = min(request.pending, self.chunk - row)
+            count = min(request.pending, end - row)
             if count:
                 parts.append(self._part(request, count, row))
                 row += count

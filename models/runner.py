@@ -9,7 +9,7 @@ serial unless somebody asks for another one.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from attrs import asdict, define, evolve, field
@@ -23,16 +23,13 @@ from mla_fx.effects.schedule import Mode
 from mla_fx.layout import Layout
 from mla_fx.models.capture import Captures, Form, Widths, filled, form_of, forms, sizes
 from mla_fx.models.checkpoint import Checkpoint
+from mla_fx.models.chunks import chunk_of, round_up
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
 from mla_fx.models.stack import model_step, mtp_step
 from mla_fx.parameters import empty_cache
 from mla_fx.passes import expanding_saves
 from mla_fx.sharding import Sharding
-
-#: Tokens of a step that fills in prompts, unless expanding wants more: on one core with AVX2, 8 prompts of 64 took 1.07
-#: to 1.2 times as long in steps of 64.
-CHUNK: Final = 256
 
 
 class Interpreter(Protocol):
@@ -357,15 +354,9 @@ class Runner:
 
     @property
     def chunk(self) -> int:
-        """How many tokens a step that fills in prompts is to have at most, unless somebody knows better.
-
-        A power of two: 256 or as many as there are requests, and where one request of more tokens, as many as a table
-        has room for, would go through `expand_current`, as many as it needs for that.
-        """
-        least = max(CHUNK, round_up(self.shape.requests))
+        """How many tokens a step that fills in prompts has at most, unless somebody knows better: see `chunk_of`."""
         room = self.shape.table_width * self.shape.block_size * self.shape.layout.dcp
-        counts = (1 << power for power in range(least.bit_length() - 1, room.bit_length()))
-        return next((count for count in counts if self._expands([count])), least)
+        return chunk_of(self.config.attention, room, self.shape.requests, lambda count: self._expands([count]))
 
     def _expands(self, lengths: Sequence[int]) -> bool:
         """Whether `expand_current` saves multiply-adds of so many new tokens, and parameters are in the form for it.
@@ -438,12 +429,3 @@ def _stated(checkpoint: Checkpoint, shape: StepShape, options: Mapping[str, Any]
 def _agree(backend: Interpreter, shape: StepShape) -> None:
     if backend.layout != shape.layout:
         raise InputError(f"ranks: must be those of the backend, {backend.layout}: got {shape.layout} in the shape")
-
-
-def round_up(count: int) -> int:
-    """The next power of two, for sizes that a program is compiled for.
-
-    >>> [round_up(n) for n in (0, 1, 3, 64, 65)]
-    [1, 1, 4, 64, 128]
-    """
-    return 1 << max(count - 1, 0).bit_length()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mla_fx import cli
 from mla_fx.cli import main
 from mla_fx.models import Engine
 from mla_fx.models.addition import DIRECTORY
@@ -63,6 +64,20 @@ def typed(
     found = command(member, port=port, arguments=arguments)
     typing.join()
     return found, os.read(0, 1 << 16).decode()
+
+
+def told_twice(member: Member) -> tuple[int, str, str]:
+    """`mla-fx show` in a group, told SIGINT where it begins, and SIGTERM when it may say that it was stopped."""
+
+    def interrupted(model: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def may_say(text: str) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    cli._must_be_directory, cli.first_to_say = interrupted, may_say  # type: ignore[assignment]
+    return command(member, port=0, arguments=["show"])
 
 
 def commanded(

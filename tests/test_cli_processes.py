@@ -16,7 +16,7 @@ import pytest
 from mla_fx.cli import main
 from mla_fx.cli_processes import launch
 from mla_fx.models.addition import problems
-from tests.commands import chatty, commanded
+from tests.commands import chatty, commanded, told_twice
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ("347 + 25 =", "9 + 4 =", "915 + 0 =")
@@ -223,18 +223,9 @@ def test_ctrl_c_ends_all_processes():
         os.killpg(process.pid, 0)
 
 
-def test_told_twice_it_still_says_so():
+def test_told_twice_it_still_says_so(processes):
     """Ctrl-C comes from the terminal, and SIGTERM from the launcher, at the worst moment: before the last word."""
-    code = """
-import os, signal
-from mla_fx import cli
-cli._must_be_directory = lambda model: os.kill(os.getpid(), signal.SIGINT)
-cli.first_to_say = lambda text: os.kill(os.getpid(), signal.SIGTERM) or True
-raise SystemExit(cli.main(["show"]))
-"""
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "\nmla-fx show: stopped\n")
+    assert processes.run(told_twice, ranks=1) == [(130, "", "\nmla-fx show: stopped\n")]
 
 
 @pytest.mark.soak

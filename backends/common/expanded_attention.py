@@ -5,7 +5,6 @@ other half is computed, and no more of it is ever there than a tile.
 """
 
 import math
-from typing import Protocol
 
 import torch
 
@@ -16,15 +15,6 @@ from mla_fx.effects import Group
 
 #: Queries of a tile.
 TILE = 128
-
-
-class Attend(Protocol):
-    """Softmax over keys and values of every head; see `attend`."""
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE."""
 
 
 def rule(
@@ -42,23 +32,6 @@ def rule(
     workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys, values, scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
-    return by_request(attend, q, q_rope, latent, k_rope, w_uk, w_uv, query_lengths, run=run, scale=scale)
-
-
-def by_request(
-    attend: Attend,
-    q: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    query_lengths: tuple[int, ...],
-    *,
-    run: Run,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule, with a softmax of somebody's own."""
     tokens, heads, rope = q_rope.shape
     every, nope, _ = w_uk.shape
     kind = wide(q.dtype)

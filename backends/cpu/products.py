@@ -162,19 +162,25 @@ def unpacked(weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(-3, -2).flatten(-2).flatten(-3, -2) if weight.dim() >= 4 else weight
 
 
-def of_heads(xs: Tensors, weights: Tensors) -> Tensors:
-    """Of every rank, `x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F]."""
+def of_heads(xs: Tensors, weights: Tensors, outs: Tensors | None = None) -> Tensors:
+    """Of every rank, `x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F].
+
+    `outs`: where to, with features side by side.
+    """
     x, weight = xs[0], weights[0]
     tokens, heads, depth = x.shape
     features = weight.shape[2]
     if not (compiled(x.dtype) and features % PANEL == 0 and weight.stride(2) == 1):
-        return [_of_heads(*mine) for mine in zip(xs, weights, strict=True)]
+        made = [_of_heads(*mine) for mine in zip(xs, weights, strict=True)]
+        return made if outs is None else [out.copy_(one) for out, one in zip(outs, made, strict=True)]
     if x.stride(2) != 1:
         xs = [x.contiguous() for x in xs]
         x = xs[0]
-    outs = kernel.room(xs, tokens, heads, features)
-    if outs[0].numel():
-        strides = x.stride(1), x.stride(0), weight.stride(0), PANEL, weight.stride(1), features, heads * features
+    if outs is None:
+        outs = kernel.room(xs, tokens, heads, features)
+    out = outs[0]
+    if out.numel():
+        strides = x.stride(1), x.stride(0), weight.stride(0), PANEL, weight.stride(1), out.stride(1), out.stride(0)
         _call(xs, weights, None, outs, None, strides, heads, depth)
     return outs
 

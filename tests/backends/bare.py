@@ -40,6 +40,11 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.device, self.called = device, list[str]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled around it, so torch's compiler need not be loaded to be kept out."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

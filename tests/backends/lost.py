@@ -6,7 +6,7 @@ Several groups of four are members of one run, so that they wait side by side.
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Fault:
         if self.how == "slow":
             time.sleep(0.6 * self.timeout)
         if self.how == "hangs":
-            time.sleep(4 * self.timeout)  # until all others have gone
+            time.sleep(2 * self.timeout)  # until all others have gone
             os._exit(9)
 
     def into(self, backend: Backend) -> Backend:
@@ -147,9 +147,9 @@ def disagree(member: Member, *, timeout: float) -> list[str]:
         return [refused(call) for call in calls]
 
 
-def elsewhere(member: Member, *, how: str, timeout: float) -> Any:
-    """The culprit fails outside of any step: it raises, leaves, or never makes a backend."""
-    begun = time.monotonic()
+def elsewhere(member: Member, *, hows: Sequence[str], timeout: float) -> Any:
+    """The culprit fails outside of any step, each group of four's in its way: raises, leaves, never makes a backend."""
+    begun, how = time.monotonic(), hows[member.rank // RANKS]
     try:
         with group_of_four(member, timeout) as (group, rank, _):
             if rank == CULPRIT and how == "never comes":
@@ -168,9 +168,11 @@ def elsewhere(member: Member, *, how: str, timeout: float) -> Any:
         return told(error, begun)
 
 
-def keep_the_store(member: Member, *, how: str, timeout: float) -> Any:
-    """Rank 0, whose process holds the store, is killed or stopped, and with it the board."""
-    if member.rank == 0:
+def keep_the_store(member: Member, *, hows: Sequence[str], timeout: float) -> Any:
+    """Rank 0 of each group of four, whose process holds the store, is killed or stopped, and with it the board."""
+    case, rank = divmod(member.rank, RANKS)
+    how, member = hows[case], Member(rank, RANKS, f"{member.store}.{case}")
+    if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         Path(f"{member.store}.keeper").write_text(str(os.getpid()))
         Path(f"{member.store}.port.new").write_text(str(store.port))
@@ -180,19 +182,19 @@ def keep_the_store(member: Member, *, how: str, timeout: float) -> Any:
         store = dist.TCPStore("127.0.0.1", int(Path(f"{member.store}.port").read_text()), is_master=False)
     begun = time.monotonic()
     try:
-        with backends.join("gloo", timeout=timeout, store=store, rank=member.rank, ranks=member.ranks) as group:
-            backend = backends.get("cpu", ranks=member.ranks, group=group)
+        with backends.join("gloo", timeout=timeout, store=store, rank=rank, ranks=RANKS) as group:
+            backend = backends.get("cpu", ranks=RANKS, group=group)
             backend.share(0)
-            if member.rank == 0:
+            if rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
             begun = time.monotonic()
             backend.share(1)
     except PeerError as error:
         found = told(error, begun)
-        member.tell(f"{member.rank} is out")
-        if member.rank == 1:
-            for rank in range(1, member.ranks):
-                member.hear(f"{rank} is out", 10 * timeout)
+        member.tell(f"{rank} is out")
+        if rank == 1:
+            for other in range(1, RANKS):
+                member.hear(f"{other} is out", 10 * timeout)
             if how == "stopped":
                 os.kill(int(Path(f"{member.store}.keeper").read_text()), signal.SIGKILL)
         return {**found, "left": time.monotonic() - begun}

@@ -41,6 +41,11 @@ class Recording(TorchDispatchMode):
         self.made: dict[int, torch.Tensor] = {}
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled around it, so torch's compiler need not be loaded to be kept out."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.name in _READS:

@@ -12,7 +12,7 @@ from mla_fx.backends import PeerError
 from tests.backends import lost as do
 from tests.processes import ROOT
 
-TIMEOUT = 6.0
+TIMEOUT = 4.0
 #: More than the time-out, for processes that share two cores.
 LATE = 3.0
 
@@ -90,24 +90,27 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("how", OUTSIDE)
-def test_a_rank_is_lost_outside_of_a_step(processes, how):
-    for rank, said in enumerate(processes.run(do.elsewhere, ranks=do.RANKS, how=how, timeout=TIMEOUT)):
-        if rank != do.CULPRIT:
-            assert said["kind"] == "PeerError" and said["text"] == OUTSIDE[how], said
-            assert said["seconds"] < (TIMEOUT + LATE if how == "never comes" else TIMEOUT / 2)
+def test_a_rank_is_lost_outside_of_a_step(processes):
+    """One of each group of four, which wait side by side."""
+    found = processes.run(do.elsewhere, ranks=do.RANKS * len(OUTSIDE), hows=[*OUTSIDE], timeout=TIMEOUT)
+    for case, (how, text) in enumerate(OUTSIDE.items()):
+        for rank, said in enumerate(found[case * do.RANKS :][: do.RANKS]):
+            if rank != do.CULPRIT:
+                assert said["kind"] == "PeerError" and said["text"] == text, said
+                assert said["seconds"] < (TIMEOUT + LATE if how == "never comes" else TIMEOUT / 2), (how, said)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_the_rank_that_holds_the_store_is_lost(processes, how):
-    """Then nobody can be asked; the others fail in time all the same, and go."""
-    keeper, *others = processes.outcomes(do.keep_the_store, ranks=do.RANKS, how=how, timeout=TIMEOUT)
-    assert keeper.error == "ended with status -9"
-    for outcome in others:
-        assert outcome.error is None, outcome.error
-        assert outcome.value["kind"] == "PeerError" and outcome.value["ranks"] == (0,)
-        assert re.match("share: lost rank 0: the store, which it holds, has not answered for ", outcome.value["text"])
-        assert outcome.value["seconds"] < TIMEOUT + LATE and outcome.value["left"] < 3 * TIMEOUT + LATE
+def test_the_rank_that_holds_the_store_is_lost(processes):
+    """Killed or stopped, it can be asked by nobody; the others fail in time all the same, and go."""
+    found = processes.outcomes(do.keep_the_store, ranks=2 * do.RANKS, hows=["killed", "stopped"], timeout=TIMEOUT)
+    for keeper, *others in (found[: do.RANKS], found[do.RANKS :]):
+        assert keeper.error == "ended with status -9"
+        for outcome in others:
+            assert outcome.error is None, outcome.error
+            said = outcome.value
+            assert said["kind"] == "PeerError" and said["ranks"] == (0,)
+            assert re.match("share: lost rank 0: the store, which it holds, has not answered for ", said["text"])
+            assert said["seconds"] < TIMEOUT + LATE and said["left"] < 3 * TIMEOUT + LATE
 
 
 def test_an_error_is_a_value():

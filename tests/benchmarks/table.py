@@ -16,7 +16,7 @@ Times are of the CPU on one thread and of the wall on more.  `measure` gives a `
 quartiles over turns; `print_table` prints them, with the part of the machine's limit that ours reaches.  The limits
 are measured in the same run: products of torch at 2048^3, and the memory that a sum reads.
 
-    python -m tests.benchmarks.table [--only attention] [--threads 1] [--seconds 2] [--whole]
+    python -m tests.benchmarks.table [--only attention] [--threads 1] [--seconds 1] [--whole]
 """
 
 import argparse
@@ -48,6 +48,7 @@ PEERS = (PAIR, SDPA, TRANSFORMERS, BY_HAND, ZENTORCH, VLLM)
 
 TURN = 2e-3  # seconds that a turn of one function takes at least
 FEWEST, MOST = 5, 40  # turns of a point
+LONG = 1.0, 10  # seconds of a call, and times as long as the first function's: what takes more has one turn for all
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -140,29 +141,32 @@ def clock() -> Callable[[], float]:
 def in_turns(functions: Mapping[str, Function], seconds: float = 1.0) -> dict[str, list[float]]:
     """Seconds of a call of each function, turn by turn; as many turns as fit into so many seconds of the wall.
 
-    Who comes first moves on by one each turn.
+    Who comes first moves on by one each turn.  A function that takes `LONG` is timed once, behind a first call, which
+    stands for every turn.
     """
-    now, names = clock(), list(functions)
-    calls = {name: _calls(function, now) for name, function in functions.items()}
-    spent: dict[str, list[float]] = {name: [] for name in names}
-    until = time.perf_counter() + seconds
+    now, once = clock(), {name: _once(function) for name, function in functions.items()}
+    shortest, times = LONG
+    long = {name for name, spent in once.items() if spent > max(shortest, times * next(iter(once.values())))}
+    calls = {name: max(1, int(TURN / max(spent, 1e-9))) for name, spent in once.items()}
+    names = [name for name in functions if name not in long]
+    spent: dict[str, list[float]] = {name: [] for name in functions}
+    until, turn = time.perf_counter() + seconds, 0
     gc.collect()
     gc.disable()  # it looks at everything that the process holds, whoever made it
     try:
-        for turn in range(MOST):
-            if turn >= FEWEST and time.perf_counter() > until:
-                break
+        while turn < FEWEST or (turn < MOST and time.perf_counter() <= until):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 spent[name].append(_turn(functions[name], calls[name], now))
+            turn += 1
     finally:
         gc.enable()
-    return spent
+    return spent | {name: [once[name]] * turn for name in long}
 
 
-def _calls(function: Function, now: Callable[[], float]) -> int:
-    """How many calls a turn of this function has; it is called twice, for what a first call makes."""
+def _once(function: Function) -> float:
+    """Seconds of a call, behind another, for what a first call makes."""
     function()
-    return max(1, int(TURN / max(_turn(function, 1, now), 1e-9)))
+    return _turn(function, 1, clock())
 
 
 def _turn(function: Function, calls: int, now: Callable[[], float]) -> float:
@@ -290,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench", description="How fast this is beside what a user would run.")
     parser.add_argument("--only", nargs="*", default=[], help="of these files, as in attention for test_attention.py")
     parser.add_argument("--threads", type=int, default=1, help="of torch, each on a core (default: 1)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="a point (default: 2)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="a point, at least (default: 1)")
     parser.add_argument("--whole", action="store_true", help="the whole grid: an hour, or hours")
     options = parser.parse_args(arguments)
     with pinned(options.threads), torch.no_grad():

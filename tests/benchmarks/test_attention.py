@@ -24,7 +24,7 @@ from mla_fx.backends.device import Run
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import ops
 from tests.benchmarks import apart
-from tests.benchmarks.table import PAIR, SDPA, ZENTORCH, Point
+from tests.benchmarks.table import PAIR, SDPA, Point
 
 LATENT, ROPE, BLOCK, SCALE = 512, 64, 128, 192**-0.5
 MIXED = (100, 4000, 1700, 700)
@@ -145,8 +145,8 @@ def points(whole: bool = False) -> Iterator[Point]:
             ours, pair, sdpa = case.ours(), case.pair(), case.sdpa()
             rows = (len(lengths), heads, LATENT)
             peers = {PAIR: lambda pair=pair, rows=rows: pair().view(rows), SDPA: sdpa}
-            if ZENTORCH in apart.installed():
-                peers[ZENTORCH] = apart.attention(ZENTORCH, heads, lengths, name)
+            for peer in apart.installed():
+                peers[peer] = apart.attention(peer, heads, lengths, name)
             yield Point(
                 "attention",
                 f"{name}, {heads} heads, {named(lengths)}",
@@ -155,7 +155,7 @@ def points(whole: bool = False) -> Iterator[Point]:
                 bytes=sum(lengths) * (LATENT + ROPE) * DTYPES[name].itemsize,
                 operations=2 * heads * sum(lengths) * (2 * LATENT + ROPE),
                 dtype=name,
-                least={PAIR: 1.0},
+                least=dict.fromkeys(peers, 1.0),
             )
 
 

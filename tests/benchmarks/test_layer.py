@@ -10,7 +10,7 @@ from mla_fx import MlaConfig, MoeConfig
 from mla_fx.backends.cpu import products
 from mla_fx.models import ModelConfig
 from tests.benchmarks.layers import ByHand, Case, ours, theirs
-from tests.benchmarks.table import BY_HAND, TRANSFORMERS, Point, agree
+from tests.benchmarks.table import BY_HAND, TRANSFORMERS, Point, agree, hold
 
 #: By hand with weights in float32, packed, where bf16 ones cannot be: twice the memory.
 WIDENED = "by hand, float32 weights"
@@ -65,6 +65,7 @@ def point(name: str, config: ModelConfig, requests: int, history: int, dtype: st
     peers = {BY_HAND: ByHand(case), TRANSFORMERS: theirs(case)}
     if dtype == "bf16" and not products.has(torch.bfloat16):
         peers[WIDENED] = ByHand(case, widened=True)
+    least = dict.fromkeys(peers, 1.0) | {TRANSFORMERS: 12.0 if history >= 8000 else 3.0}
     return Point(
         "layer",
         f"{name}, {dtype}, {requests} requests, {round(history / 1024)}k",
@@ -72,15 +73,26 @@ def point(name: str, config: ModelConfig, requests: int, history: int, dtype: st
         peers,
         bytes=case.bytes(),
         dtype=dtype,
-        least={BY_HAND: 1.0, TRANSFORMERS: 12.0 if history >= 8000 else 3.0},
+        least=least,
     )
 
 
+#: Requests and history of a row.
+SIZES = ((1, 1000), (4, 1000), (1, 8000), (4, 8000))
+
+
 def points(whole: bool = False) -> Iterator[Point]:
+    """Of medium widths with little history, or all: with V3's 13 GB, and half an hour, which transformers takes."""
     for name, config in {"medium": MEDIUM, **({"V3, 16 experts": V3} if whole else {})}.items():
-        for requests in (1, 4):
-            for history in (1000, 8000) if whole else (1000,):
-                yield point(name, config, requests, history)
+        for requests, history in SIZES if whole else SIZES[:2]:
+            yield point(name, config, requests, history)
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize(("requests", "history"), SIZES)
+@pytest.mark.parametrize("name", ["medium", "V3, 16 experts"])
+def test_faster_than_by_hand_and_transformers(name: str, requests: int, history: int) -> None:
+    hold([point(name, MEDIUM if name == "medium" else V3, requests, history)])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -14,8 +14,10 @@ from mla_fx.backends.cpu import products
 from mla_fx.dtypes import DTYPES
 from mla_fx.models import Checkpoint, Runner
 from mla_fx.models.addition import DIRECTORY
-from mla_fx.models.runner import Piece, round_up
-from tests.benchmarks.table import TRANSFORMERS, Point, agree
+from mla_fx.models.chunks import round_up
+from mla_fx.models.runner import Piece
+from tests.benchmarks import apart
+from tests.benchmarks.table import TRANSFORMERS, VLLM, Point, agree
 
 BLOCK, CHUNK = 64, 256
 #: Of transformers' configuration; 110 million parameters in 3 layers, of which one is dense.
@@ -90,26 +92,36 @@ class Ours:
         return logits
 
 
-def point(name: str, directory: Path, dtype: str, requests: int, length: int) -> Point:
-    """Decoding one token of each request; the seed makes both see the same tokens."""
+def point(name: str, directory: Path, dtype: str, requests: int, length: int, *, engine: bool = False) -> Point:
+    """Decoding one token of each request; the seed makes all see the same tokens.
+
+    `engine`: vLLM's has a column where it is installed, a step with its scheduling and sampling.
+    """
     vocabulary = Checkpoint.open(directory).config.vocab_size
-    tokens = torch.randint(vocabulary, (requests, length + 1), generator=torch.Generator().manual_seed(length))
+    tokens = apart.drawn(vocabulary, requests, length + 1)
     prompts, new = tokens[:, :-1], tokens[:, -1:]
     ours, theirs = (kind(directory, dtype, prompts) for kind in (Ours, Theirs))
+    peers = {TRANSFORMERS: partial(theirs.step, new)}
+    if engine and VLLM in apart.installed():
+        logprobs, first = ours.step(new).float().log_softmax(1).max(1)
+        likeliest = [*zip(first.tolist(), logprobs.tolist(), strict=True)]
+        peers[VLLM] = apart.engine(directory, dtype, requests, length + 1, likeliest)
     history = f"{round_up(length) // 1024}k" if length >= 1000 else str(length)
     return Point(
         "model",
         f"{name}, {dtype}, decoding, {requests} requests, {history} of history",
         partial(ours.step, new),
-        {TRANSFORMERS: partial(theirs.step, new)},
+        peers,
         dtype=dtype,
+        least=dict.fromkeys(peers, 1.0),
     )
 
 
 def medium(directory: Path) -> Path:
     """A checkpoint of `MEDIUM` with random weights."""
     torch.manual_seed(0)
-    DeepseekV3ForCausalLM(DeepseekV3Config(**MEDIUM)).save_pretrained(directory)
+    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which transformers takes for granted
+    DeepseekV3ForCausalLM(DeepseekV3Config(**MEDIUM, **routing)).save_pretrained(directory)
     return directory
 
 
@@ -122,7 +134,7 @@ def points(whole: bool = False) -> Iterator[Point]:
         for dtype in ("fp32", "bf16") if whole else (own,):
             for requests in (1, 4):
                 for length in (1000, 8000) if whole else (1000,):
-                    yield point("medium", Path(directory), dtype, requests, length)
+                    yield point("medium", Path(directory), dtype, requests, length, engine=True)
 
 
 def test_both_decode_the_same():

@@ -22,7 +22,7 @@ from mla_fx.dtypes import DTYPES
 from mla_fx.effects.cost import multiply_adds
 from mla_fx.models import Checkpoint, Engine, ModelConfig, Runner
 from mla_fx.models.addition import DIRECTORY
-from mla_fx.models.runner import round_up
+from mla_fx.models.chunks import round_up, taken
 from mla_fx.models.stack import model_step
 from mla_fx.passes import expanding_saves
 from tests.benchmarks.table import TRANSFORMERS, Point, agree
@@ -75,7 +75,7 @@ def said(tokens: torch.Tensor, logprobs: torch.Tensor, vocabulary: int, dtype: s
 
 
 def counted(config: ModelConfig, length: int, chunk: int) -> int:
-    """Multiply-adds of a prompt in steps of `chunk` tokens, alone on a rank.
+    """Multiply-adds of a prompt in steps of at most `chunk` tokens, alone on a rank.
 
     Of a step of n tokens behind m, for each token the projections and its experts, for each head, with
     p = n (n + 1) / 2 pairs within the step, either of
@@ -93,8 +93,7 @@ def counted(config: ModelConfig, length: int, chunk: int) -> int:
     of_experts = 3 * hidden * f.moe_intermediate_size * (f.num_experts_per_tok + f.n_shared_experts)
     each += of_experts + hidden * f.n_routed_experts
     total = 0
-    for m in range(0, length, chunk):
-        n = min(chunk, length - m)
+    for m, n in steps(length, chunk):
         room, pairs, up = round_up(n), n * (n + 1) // 2, latent * (nope + value)
         # A step has room for a power of two, and logits of one row at the least.
         total += room * (each + heads * up) + hidden * config.vocab_size
@@ -104,6 +103,15 @@ def counted(config: ModelConfig, length: int, chunk: int) -> int:
         else:
             total += heads * (pairs + n * m) * (2 * latent + rope)
     return total
+
+
+def steps(length: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Tokens that are there, and new ones, of each step of a prompt."""
+    start = 0
+    while start < length:
+        new = taken(min(chunk, length - start))
+        yield start, new
+        start += new
 
 
 def point(name: str, directory: Path, dtype: str, requests: int, length: int) -> Point:
@@ -142,12 +150,11 @@ def test_both_say_the_same_first_tokens():
     agree(point("built-in", DIRECTORY, "fp32", 3, 20))
 
 
-@pytest.mark.parametrize("length, chunk", [(500, 512), (1300, 512), (200, 64), (2048, 1024)])
+@pytest.mark.parametrize("length, chunk", [(500, 512), (1300, 512), (200, 64), (2048, 1024), (600, 1024)])
 def test_the_formula_counts_what_the_steps_do(length: int, chunk: int):
     """Of each step of a prompt, as the CPU backend has it: absorbed, and expanded with either form of the history."""
     backend, work = backends.get("cpu"), 0
-    for start in range(0, length, chunk):
-        new = min(chunk, length - start)
+    for start, new in steps(length, chunk):
         shape = StepShape(tokens=round_up(new), requests=1, blocks=32, block_size=BLOCK, table_width=32)
         if expanding_saves(SIZES.attention, [new], plain=True) > 0:
             shape = evolve(shape, project_before_merge=True, expand_current=True)

@@ -67,14 +67,25 @@ def test_all_take_turns():
     assert often >= 5 and runs == [("a", often), ("b", 2), ("a", 2 * often), ("b", 2), ("a", 2 * often), ("b", 1)]
 
 
+def test_what_takes_long_has_one_turn_for_all(monkeypatch):
+    """Beside ours: two calls, however many turns there are; one that takes as long as ours has as many turns."""
+    monkeypatch.setattr("tests.benchmarks.table.LONG", (0.005, 3))
+    called: list[str] = []
+
+    def noted(name: str, seconds: float):
+        return lambda: (called.append(name), working(seconds)())
+
+    with pinned(1):
+        spent = in_turns(
+            {"": noted("ours", 6e-3), "long": noted("long", 3e-2), "alike": noted("alike", 7e-3)}, seconds=0
+        )
+    assert [called.count(name) for name in ("ours", "long", "alike")] == [7, 2, 7]
+    assert len(spent["long"]) == len(spent[""]) == 5 and len(set(spent["long"])) == 1
+    assert spent["long"][0] == pytest.approx(0.03, rel=0.1)
+
+
 class Elsewhere(Apart):
     """A peer in another process that says what it likes."""
-
-    def __attrs_post_init__(self) -> None:
-        pass
-
-    def __del__(self) -> None:
-        pass
 
     def seconds(self, calls: int) -> float:
         return 2e-3
@@ -88,7 +99,7 @@ def test_one_in_another_process_times_itself():
 
 def test_a_process_that_ends_is_told():
     """One without such a peer ends at once."""
-    peer = Apart("nobody", {"threads": 1})
+    peer = Apart("nobody", {})
     with pytest.raises(RuntimeError, match="nobody: its process ended with 1"):
         peer()
 

@@ -4,6 +4,7 @@ The right answers come from the tensors of the file and from the layouts that
 `mla_fx.parameters` and `mla_fx.models.parameters` document, element by element.
 """
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from mla_fx.models import Checkpoint, CheckpointError, Loader, ModelConfig, writ
 from mla_fx.models.quantize import quantize_int8
 from mla_fx.models.weights import expected, model_avals, mtp_avals
 from mla_fx.parameters import Quantized, QueryLora
-from tests.cases import pairwise
+from tests.cases import mostly_soak, pairwise
 
 leaves = torch.utils._pytree.tree_leaves
 
@@ -398,8 +399,10 @@ class Bar:
         self.seen += count
 
 
-@pytest.mark.parametrize("quantization", [None, "w8a8"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "quantization"),
+    mostly_soak(itertools.product(CASES, [None, "w8a8"]), [*((case, None) for case in CASES), ("few 6", "w8a8")]),
+)
 def test_the_bar_ends_at_its_total(case, quantization, tmp_path, monkeypatch):
     config, ranks = CASES[case]
     write_checkpoint(tmp_path, config)

@@ -219,8 +219,12 @@ def test_an_expanded_prompt_says_what_it_would_have_said(ranks, form, options, t
     ("chunk", "ranks", "form", "options"),
     [
         (512, 1, {}, {}),
-        (256, 1, {"project_before_merge": True}, {}),
-        (256, 2, {"project_before_merge": True}, {}),
+        (512, 1, {"table_width": 511}, {}),
+        (1024, 1, {"table_width": 512}, {}),  # tables of 2048 tokens: two steps
+        (1024, 1, {"table_width": 2048}, {}),  # 1024 x 320 is more than twice 512 x 256, 512 x 320 less
+        (512, 2, {"table_width": 255, "project_before_merge": True}, {}),  # of which each rank has half
+        (256, 1, {"table_width": 255, "project_before_merge": True}, {}),
+        (256, 2, {"table_width": 100, "project_before_merge": True}, {}),
         (256, 2, {}, {}),
         (256, 1, {}, {"expand": False}),
         (512, 2, {"requests": 300}, {}),
@@ -230,7 +234,7 @@ def test_an_expanded_prompt_says_what_it_would_have_said(ranks, form, options, t
 )
 def test_an_engine_fills_in_as_much_as_expanding_wants(ranks, form, options, chunk):
     """With the head of DeepSeek-V3: 170 tokens, and on a rank alone 341, rounded up as steps are; all by hand."""
-    sizes = {"ranks": ranks, "blocks": 300, "block_size": 4, "table_width": 300, "dtype": "fp32"} | form
+    sizes = {"ranks": ranks, "blocks": 2048, "block_size": 4, "table_width": 300, "dtype": "fp32"} | form
     backend = backends.get("cpu", ranks=ranks)
     runner = Runner.load(Checkpoint.open(small()), backend, shape=StepShape(**sizes), **options)
     runner.config = evolve(runner.config, attention=MlaConfig.deepseek_v3())

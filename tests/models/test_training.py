@@ -23,7 +23,7 @@ def test_a_few_steps_write_a_checkpoint_of_the_shipped_kind(tmp_path):
 
 def test_steps_learn(tmp_path):
     """From chance to something: the loss goes down and the prediction layer's does not stay behind."""
-    train(tmp_path, steps=30, seed=1, batch=64)
+    train(tmp_path, steps=12, seed=1, batch=64)
     written = Checkpoint.open(tmp_path)
     trained = {name: written.read(name, dtype=torch.float32) for name in written.files}
     chance = 1 / 12

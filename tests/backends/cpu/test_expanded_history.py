@@ -74,7 +74,7 @@ def test_each_request_takes_what_is_less(monkeypatch):
     """Of three requests the long ones are expanded, whatever stands beside them."""
     seen = []
     attend = expanded_history.attend
-    monkeypatch.setattr(expanded_history, "attend", lambda q, *a, **k: seen.append(q.shape[1]) or attend(q, *a, **k))
+    monkeypatch.setattr(expanded_history, "attend", lambda q, *a, **k: seen.append(len(q)) or attend(q, *a, **k))
     query, history = (40, 1, 30, 2), (9, 30, 6, 30)
     given = operands(np.random.default_rng(0), torch.float32, query, history, sum(query))
     expanded_history.rule(*given, run=Run(), scale=0.3, workspace="mine")
@@ -125,14 +125,36 @@ def test_counted_operations_are_those_of_the_less():
     assert history.op.work(axes, lengths) == 128 * (8192 * 512 * 256 + 512 * 8192 * 320 + 512 * 256 + 8192 * 1088)
 
 
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.float64, 1e-13)], ids=str)
+def test_tiles_of_queries_against_all_scores_at_once(dtype, close):
+    """Sizes that the compiled products take, keys that fill no panel, more queries than a tile has."""
+    made = torch.Generator().manual_seed(0)
+    for n, m, causal in ((300, 300, True), (129, 70, False), (1, 33, False), (16, 16, True)):
+        q, latent, k_rope, up_k, up_v = (
+            torch.randn(size, generator=made, dtype=torch.float64)
+            for size in ((n, 3, 32), (m, 48), (m, 8), (3, 24, 48), (3, 48, 32))
+        )
+        keys = torch.einsum("ml,npl->nmp", latent, up_k), k_rope.expand(3, -1, -1)
+        scores = 0.1 * torch.einsum("tnf,nmf->tnm", q, torch.cat(keys, 2))
+        if causal:
+            scores += torch.full((n, m), -math.inf).triu(1).unsqueeze(1)
+        want = torch.einsum("tnm,ml,nlv->tnv", scores.softmax(2), latent, up_v)
+        own = (one.to(dtype) for one in (latent, k_rope, up_k, up_v))
+        out, lse = expanded_attention.attend(q.to(dtype), expanded_attention.expanded(*own), scale=0.1, causal=causal)
+        assert (out - want).abs().max() <= close * want.abs().max()
+        assert (lse - scores.logsumexp(2)).abs().max() <= close * scores.abs().nan_to_num(0, posinf=0).max()
+
+
 def test_what_is_not_finite_is_seen():
-    """Torch's kernel gives 0 for a row whose scores are all NaN where there are few."""
+    """A query that is no number gives none, and the others what they gave."""
     for n, m in ((1, 1), (3, 3), (2, 5), (40, 40)):
         for causal in (True, False) if n == m else (False,):
-            q, k, v = torch.randn(2, n, 9), torch.randn(2, m, 9), torch.randn(2, m, 4)
-            q[:, 0] = math.nan
-            out, lse = expanded_attention.attend(q, k, v, scale=0.3, causal=causal)
-            assert out[:, 0].isnan().all() and lse[:, 0].isnan().all() and out[:, 1:].isfinite().all()
+            q, latent, k_rope = torch.randn(n, 2, 9), torch.randn(m, 6), torch.randn(m, 4)
+            keys = expanded_attention.expanded(latent, k_rope, torch.randn(2, 5, 6), torch.randn(2, 6, 3))
+            q[0] = math.nan
+            out, lse = expanded_attention.attend(q, keys, scale=0.3, causal=causal)
+            assert out[0].isnan().all() and lse[0].isnan().all()
+            assert out[1:].isfinite().all() and lse[1:].isfinite().all()
 
 
 def test_what_is_refused():
