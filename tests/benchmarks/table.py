@@ -209,11 +209,12 @@ def measure(points: Iterable[Point], *, limit: Limits | None = None, seconds: fl
 
 
 def hold(points: Iterable[Point], seconds: float = 0.5) -> None:
-    """Measure on one thread, print the table, and raise `AssertionError` where a peer takes less than it must."""
+    """Measure on one thread, print rows as they come, raise `AssertionError` where a peer takes less than it must."""
+    missed = []
     with pinned(1), torch.no_grad():
-        rows = list(measure(points, seconds=seconds))
-    print(*lines(rows), sep="\n")
-    missed = [f"{row.point.name}: {row.missed}" for row in rows if row.missed]
+        for row in measure(points, seconds=seconds):
+            print(row.point.name, *(f"{name} {found}" for name, found in row.ratios.items()), sep=", ", flush=True)
+            missed += [f"{row.point.name}: {row.missed}"] if row.missed else []
     assert not missed, "; ".join(missed)
 
 

@@ -17,6 +17,7 @@ from tests.benchmarks.table import (
     Row,
     Spread,
     all_points,
+    hold,
     in_turns,
     lines,
     main,
@@ -151,6 +152,15 @@ def test_what_was_to_be_reached_is_told(capsys):
     assert f"1 of {os.cpu_count()} cores, torch {torch.__version__}" in printed
     assert printed.splitlines()[-1] == "missed: sums, of two: torch pair 1.90 of 2.00"
     assert printed.count("missed") == 1
+
+
+def test_a_limit_is_held(capsys):
+    """Each point that misses one is named, when all have been measured."""
+    near, far = (point(name=f"{n} times", peers={PAIR: working(n * 1e-3)}, least={PAIR: 2.0}) for n in (3, 1))
+    hold([near], seconds=0)
+    with pytest.raises(AssertionError, match=r"^1 times: {'torch pair': [01]\.\d*}$"):
+        hold([far, near], seconds=0)
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["3 times", "1 times", "3 times"]
 
 
 def test_as_many_threads_as_cores():
