@@ -8,7 +8,7 @@
 
 namespace {
 
-#ifdef __AVX512F__
+#ifdef MLA_SIXTEEN
 constexpr int KEYS_HIGH = 12, ROWS_HIGH = 8, SLAB = 144;  // a block of products in registers, of 32
 #else
 constexpr int KEYS_HIGH = 6, ROWS_HIGH = 4, SLAB = 288;  // of 16

@@ -1,6 +1,6 @@
-"""The engines for bf16, over an emulated processor and, where it has them, over this one, against float64.
+"""The engines in registers of 512 bits, over an emulated processor and where it has them over this one.
 
-The emulated processor is `emulated_simd.h`, which has a test of its own.  Speed is not shown here.
+They are held against float64.  The emulated processor is `emulated_simd.h`, which has a test of its own.  Speed is not shown here.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import torch
 from mla_fx.backends.cpu import kernel
 from mla_fx.effects import InputError
 from tests.backends.cpu import simd
-from tests.backends.cpu.test_kernel_attention import Case, hold
+from tests.backends.cpu.test_kernel_attention import DTYPES, Case, hold
 
 ENGINES = ("avx512_bf16", "amx")
 LIBRARY = kernel.library()
@@ -120,9 +120,21 @@ def test_other_operands_go_to_the_other_engine(engine: str) -> None:
         Case(9, (1,), (5,), torch.float32, latent=32, rope=32),
     ):
         if engine.startswith("emulated"):
-            assert (case.history()[1] == 7).all()  # said by the engine that stands in for it
-        else:
-            hold(case.history(), case.exact())
+            done = simd.executed(case.history, case.q[0]).counts
+            assert done["exponentials"] and not done["dots"] + done["tile_dots"]
+        hold(case.history(), case.exact())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "latent", "rope"), [(1, 128, 32), (7, 256, 64), (9, 40, 3), (40, 72, 32)])
+def test_sixteen_lanes(heads: int, latent: int, rope: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine for every dtype in registers of 512 bits: few rows, and more than a panel; features of any number."""
+    monkeypatch.setattr(kernel, "engine", lambda: "fma")
+    monkeypatch.setattr(kernel, "library", simd.engines)
+    monkeypatch.setattr(kernel, "function", kernel.function.__wrapped__)
+    case = Case(heads, (1, 2, 0, 1), (33, 0, 9, 130), dtype, size=48, latent=latent, rope=rope)
+    assert simd.executed(case.history, case.q[0]).counts["exponentials"]
+    both(case)
 
 
 @pytest.mark.parametrize("name", HERE)
