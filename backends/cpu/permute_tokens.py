@@ -18,12 +18,12 @@ def several(x: Tensors, experts: Tensors, *, runs: Sequence[Run], own: int, grou
     first, (tokens, top) = x[0], experts[0].shape
     size = first.element_size()
     rows, sources = room(x, tokens * top, first.shape[1]), room(experts, tokens, top)
-    counts, begins = room(x, own, dtype=torch.int64), room(x, own, dtype=torch.int64)
+    counts = room(x, own, dtype=torch.int64)
     permute, sizes = (
         function("mla_fx_permute", "iiiii"),
         (first.stride(0) * size, own, tokens, top, first.shape[1] * size),
     )
-    permute((x, experts, firsts, rows, counts, begins, sources), *sizes)
+    permute((x, experts, firsts, rows, counts, sources), *sizes)
     return rows, counts, sources
 
 

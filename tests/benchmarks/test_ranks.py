@@ -10,17 +10,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from attrs import evolve
 
-from mla_fx import MlaConfig, MoeConfig, Sharding, StepShape, backends, orchestrations
+from mla_fx import Layout, MlaConfig, MoeConfig, Sharding, StepShape, backends, orchestrations
 from mla_fx.backends import Backend
 from mla_fx.decode import plan_step
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import schedule
+from mla_fx.layout import layout_of
 from mla_fx.models import Checkpoint, Loader, ModelConfig, model_step, write_checkpoint
 from mla_fx.parameters import Cache, empty_cache
-from tests.benchmarks.table import Point
+from tests.benchmarks.table import Point, measure, pinned
 
 ATTENTION = MlaConfig(
     hidden_size=2048,
@@ -32,12 +34,14 @@ ATTENTION = MlaConfig(
     v_head_dim=128,
 )
 MOE = MoeConfig(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024, n_shared_experts=1)
-#: A vocabulary that costs nothing: what is left is the layers.
+#: The most that all ranks may take, in times of one.
+MOST = 1.15
+#: A vocabulary that costs nothing, a panel of a product on each of 8 ranks: what is left is the layers.
 CONFIG = ModelConfig(
     attention=ATTENTION,
     moe=MOE,
     num_hidden_layers=1,
-    vocab_size=64,
+    vocab_size=128,
     intermediate_size=4096,
     first_k_dense_replace=0,
 )
@@ -52,17 +56,25 @@ def checkpoint() -> Checkpoint:
 
 
 def decoding(
-    ranks: int, *, dtype: str, history: int, requests: int = 1, block: int = 128, backend: Backend | None = None
+    ranks: int | Layout,
+    *,
+    dtype: str,
+    history: int,
+    requests: int = 1,
+    block: int = 128,
+    backend: Backend | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """A step of the layer with a new token of each request behind so many cached ones; gives rank 0's logits.
+    """A step of the layer with a new token of each request behind so many cached ones; gives logits of all replicas.
 
-    The caches have the same rows whatever the ranks, so the logits are about the same.
+    `requests` are those of a replica.  The caches have the same rows whatever the ranks, so the logits are about the
+    same.
     """
-    backend = backend or backends.get("cpu", ranks=ranks)
-    columns = -(-(history + 1) // (block * ranks))
+    layout = layout_of(ranks)
+    backend = backend or backends.get("cpu", ranks=layout)
+    columns = -(-(history + 1) // (block * layout.dcp))
     blocks = requests * columns
     shape = StepShape(
-        ranks=ranks,
+        ranks=layout,
         tokens=requests,
         requests=requests,
         blocks=blocks,
@@ -70,51 +82,59 @@ def decoding(
         table_width=columns,
         dtype=dtype,
     )
-    config, sharding = CONFIG, Sharding(ranks=ranks, interleave=1, block_size=block)
+    config, sharding, every = CONFIG, Sharding(ranks=layout.dcp, interleave=1, block_size=block), range(layout.size)
     program = schedule(backend.lower(model_step(config, shape)), orchestrations.attention_aside)
-    params = [Loader(checkpoint=checkpoint(), rank=r, ranks=ranks, dtype=DTYPES[dtype]).model() for r in range(ranks)]
+    params = [Loader(checkpoint=checkpoint(), rank=r, ranks=layout, dtype=DTYPES[dtype]).model() for r in every]
     run = backend.compile(program, backend.prepare(program, params))
-    batches = plan_step(
+    group = plan_step(
         sharding,
         shape,
         history=[history] * requests,
         query=[1] * requests,
         block_table=[list(range(b * columns, (b + 1) * columns)) for b in range(requests)],
     )
-    caches = backend.put(_caches(ranks, columns, requests, block, dtype))
-    tokens = torch.arange(requests)
+    batches = [group[layout.index("dcp", rank)] for rank in every]
+    caches = backend.put([_cache(layout, rank, columns, requests, block, dtype) for rank in every])
+    of_replicas = torch.arange(layout.dp * requests).split(requests)
+    tokens = [of_replicas[layout.replica(rank)] for rank in every]
 
     def step() -> torch.Tensor:
-        logits, _ = run(caches, [tokens] * ranks, batches)
-        result: torch.Tensor = logits[0]
-        return result
+        logits, _ = run(caches, tokens, batches)
+        return torch.cat(logits[:: layout.tp])
 
     return step
 
 
-def _caches(ranks: int, columns: int, requests: int, block: int, dtype: str) -> list[Any]:
-    """Position p of a request on rank p % W, at row p // W of its part; noise, the same for any number of ranks."""
-    rows, config = columns * block * ranks, ATTENTION
-    made = []
-    for rank in range(ranks):
-        cache = empty_cache(config, blocks=requests * columns, block_size=block, dtype=DTYPES[dtype])[0]
-        for b in range(requests):
-            own = slice(b * columns, (b + 1) * columns)
-            for part in cache:
-                noise = torch.randn(rows, part.shape[2], generator=torch.Generator().manual_seed(b))
-                part[own].view(-1, part.shape[2]).copy_(noise[rank::ranks])
-        made.append([Cache(*cache)])
-    return made
+def _cache(layout: Layout, rank: int, columns: int, requests: int, block: int, dtype: str) -> Any:
+    """Position p of a request on rank p % W of its group, at row p // W; noise, the same for any layout."""
+    rows, first = columns * block * layout.dcp, layout.replica(rank) * requests
+    cache = empty_cache(ATTENTION, blocks=requests * columns, block_size=block, dtype=DTYPES[dtype])[0]
+    for b in range(requests):
+        own = slice(b * columns, (b + 1) * columns)
+        for part in cache:
+            noise = torch.randn(rows, part.shape[2], generator=torch.Generator().manual_seed(first + b))
+            part[own].view(-1, part.shape[2]).copy_(noise[layout.index("dcp", rank) :: layout.dcp])
+    return [Cache(*cache)]
+
+
+#: Eight ranks that share the whole sequence, and others of which few or none do, or that are two replicas.
+LAYOUTS = (Layout(tp=8), Layout(tp=8, dcp=2), Layout(tp=8, dcp=1), Layout(tp=4, dp=2))
 
 
 def points(whole: bool = False) -> Iterator[Point]:
-    """Eight ranks against one; with `whole`, two and four as well, in both dtypes and lengths."""
+    """Eight ranks against one; with `whole`, two and four as well, and other layouts."""
     for dtype in ("bf16", "fp32"):
-        for history in (1024, 8192) if whole else (1024,):
-            for ranks in (2, 4, 8) if whole else (8,):
-                ours, alone = (decoding(count, dtype=dtype, history=history) for count in (ranks, 1))
-                name = f"{ranks} ranks, {dtype}, history of {history >> 10}k"
-                yield Point("ranks", name, ours, {"one rank": alone}, dtype=dtype, least={"one rank": 0.5})
+        for history in (1024, 8192):
+            for layout in (Layout(tp=2), Layout(tp=4), *LAYOUTS) if whole else LAYOUTS[:1]:
+                yield point(layout, dtype, history)
+
+
+def point(layout: Layout, dtype: str, history: int) -> Point:
+    """All ranks of a layout against one rank with all requests, one of each replica."""
+    ours = decoding(layout, dtype=dtype, history=history)
+    alone = decoding(1, dtype=dtype, history=history, requests=layout.dp)
+    name = f"{layout}, {dtype}, history of {history >> 10}k"
+    return Point("ranks", name, ours, {"one rank": alone}, dtype=dtype, least={"one rank": 1 / MOST})
 
 
 def test_what_is_measured_computes_the_same() -> None:
@@ -126,3 +146,18 @@ def test_what_is_measured_computes_the_same() -> None:
     )
     assert torch.equal(shared(), apart())
     torch.testing.assert_close(shared(), alone(), rtol=1e-4, atol=1e-4)
+
+
+def test_layouts_compute_the_same() -> None:
+    """All that are measured, against one rank."""
+    for layout in LAYOUTS[1:]:
+        ours, alone = (decoding(one, dtype="fp32", history=200, requests=2 // one.dp) for one in (layout, Layout(tp=1)))
+        torch.testing.assert_close(ours(), alone(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.bench
+def test_eight_ranks_take_little_more_than_one() -> None:
+    """Bits are those of ranks apart: tests/backends/test_shared_work.py."""
+    with pinned(1):
+        missed = {row.point.name: 1 / found for row in measure(points(), seconds=6) for found in row.missed.values()}
+    assert not missed, f"must be at most {MOST} times one rank: {missed}"

@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 from itertools import groupby
 
 import pytest
@@ -17,6 +18,7 @@ from tests.benchmarks.table import (
     Row,
     Spread,
     all_points,
+    hold,
     in_turns,
     lines,
     main,
@@ -151,6 +153,32 @@ def test_what_was_to_be_reached_is_told(capsys):
     assert f"1 of {os.cpu_count()} cores, torch {torch.__version__}" in printed
     assert printed.splitlines()[-1] == "missed: sums, of two: torch pair 1.90 of 2.00"
     assert printed.count("missed") == 1
+
+
+def test_a_point_is_gone_before_the_next_one_is_made():
+    """With what it holds, though its row is kept: the next may need the memory."""
+    held: list[weakref.ref[object]] = []
+
+    def made() -> Point:
+        work = working(1e-4)
+        held.append(weakref.ref(work))
+        return point(ours=work, peers={PAIR: working(1e-4)})
+
+    def points():
+        yield made()
+        assert held[0]() is None
+        yield made()
+
+    assert len(list(measure(points(), seconds=0))) == len(held) == 2
+
+
+def test_a_limit_is_held(capsys):
+    """Each point that misses one is named, when all have been measured."""
+    near, far = (point(name=f"{n} times", peers={PAIR: working(n * 1e-3)}, least={PAIR: 2.0}) for n in (3, 1))
+    hold([near], seconds=0)
+    with pytest.raises(AssertionError, match=r"^1 times: {'torch pair': [01]\.\d*}$"):
+        hold([far, near], seconds=0)
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["3 times", "1 times", "3 times"]
 
 
 def test_as_many_threads_as_cores():

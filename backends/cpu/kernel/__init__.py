@@ -57,7 +57,7 @@ _UNITS: Final[dict[str, tuple[str, ...]]] = {
     "amx.cpp": (*_AVX512, "-mavx512bf16"),  # the tiles' instructions are written out
     "linear.cpp": ("-mavx2", "-mfma", "-mf16c"),
     "linear_512.cpp": _AVX512,
-    "pointwise.cpp": ("-O3", "-mavx2", "-mfma", "-mf16c"),
+    "pointwise.cpp": ("-O3", "-fno-trapping-math", "-mavx2", "-mfma", "-mf16c"),  # or a choice is a jump
 }
 
 
@@ -128,11 +128,11 @@ def function(name: str, numbers: str) -> Function:
 def room(like: Tensors, *shape: int, dtype: torch.dtype | None = None) -> Tensors:
     """Memory for a result of each rank, as many as `like`, whose dtype it has unless another is given.
 
-    It is one piece where each begins at a line of the cache, as torch has it: its products take sums in another order
-    elsewhere.
+    It is one piece, but floats begin at a line of the cache, as torch's own do: elsewhere its products take sums in
+    another order.
     """
     first, kind = like[0], dtype or like[0].dtype
-    if len(like) > 1 and math.prod(shape) * kind.itemsize % LINE == 0:
+    if len(like) > 1 and not (kind.is_floating_point and math.prod(shape) * kind.itemsize % LINE):
         return first.new_empty((len(like), *shape), dtype=kind).unbind()
     return [first.new_empty(shape, dtype=kind) for _ in like]
 

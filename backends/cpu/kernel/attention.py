@@ -9,6 +9,7 @@ first do.
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,12 +69,13 @@ def _attend(
     tokens, heads, features = q_latents[0].shape
     outs = kernel.room(q_latents, tokens, heads, features)
     sums = kernel.room(q_latents, tokens, heads, dtype=torch.float32)
-    lengths = [array("q", of_rank) for of_rank in (*queries, *(cached or ()))]  # which live until they are read
-    at = [of_rank.buffer_info()[0] for of_rank in lengths]
-    new, old = at[: len(queries)], at[len(queries) :] or (0,) * len(queries)
+    lengths = array("q", chain(*queries, *(cached or ())))
+    requests, at = len(queries[0]), lengths.buffer_info()[0]
+    new = [at + rank * requests * lengths.itemsize for rank in range(len(queries))]
+    old = [one + len(queries) * requests * lengths.itemsize if cached else 0 for one in new]
     kernel.function("mla_fx_attend", "iiiiiiiiiiiiifi")(
         (q_latents, q_ropes, *keys, new, old, outs, sums),
         *(kernel.ENGINES[kernel.engine() or ""], kernel.FORMATS[q_latents[0].dtype], *strides),
-        *(len(queries[0]), tokens, heads, features, q_ropes[0].shape[2], scale, torch.get_num_threads()),
+        *(requests, tokens, heads, features, q_ropes[0].shape[2], scale, torch.get_num_threads()),
     )
     return outs, sums

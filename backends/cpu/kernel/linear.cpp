@@ -177,10 +177,25 @@ struct Call {
   int64_t groups, rows, features, depth, threads;
 };
 
+// Bytes from a step of a panel to what is fetched while it is read.  Behind the end of a panel lies the next one, which is
+// read beside it: so where `count` steps are all of the panel, it goes on with the one that comes `SOME` later.
+struct Ahead {
+  int64_t near, far, turn;  // far from step `turn` on
+
+  template <class Weight>
+  static Ahead of(const Call& call, int64_t count, const Weight*) {
+    const int64_t panel = call.panel * sizeof(Weight), step = call.step * sizeof(Weight);
+    if (panel != count * step) return {AHEAD, AHEAD, 0};
+    const int64_t near = std::min<int64_t>(AHEAD, panel);
+    return {near, near + (SOME - 1) * panel, count - near / step};
+  }
+};
+
 // R rows by P panels, over `count` steps of depth: what they add to `sums`.
 template <class Kind, int R, int P>
 void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call& call, const typename Kind::Weight* w,
           typename Kind::Sum (*sums)[SOME][PARTS]) {
+  const Ahead ahead = Ahead::of(call, count, w);
   typename Kind::Sum sum[R][P][PARTS];
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++)
@@ -190,7 +205,7 @@ void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call&
 #pragma GCC unroll 4
     for (int p = 0; p < P; p++) {
       const typename Kind::Weight* at = w + p * call.panel + d * call.step;
-      __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD);
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + (d < ahead.turn ? ahead.near : ahead.far));
 #pragma GCC unroll 2
       for (int h = 0; h < PARTS; h++) part[p][h] = Kind::widen(at + h * LANES * Kind::APART);
     }

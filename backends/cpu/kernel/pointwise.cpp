@@ -60,6 +60,29 @@ void rms_norm(const T* x, int64_t x_row, const T* weight, T* out, int64_t rows, 
   }
 }
 
+inline float power_of_two(int n) {
+  const int32_t bits = (n + 127) << 23;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// e^x as 2^n p(x - n log 2), with the polynomial of Cephes' expf, good to 2 units in the last place: a library's is not
+// computed for several numbers at once.  0 below the smallest float and of what is no number, infinite above the largest.
+inline float exponential(float x) {
+  x = x > -104 ? (x < 89 ? x : 89) : -104;
+  const float n = (x * 1.44269504f + 12582912) - 12582912;  // 1.5 * 2^23: what is behind the point is rounded away
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // log 2 in two parts, n times the first is exact
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const int whole = static_cast<int>(n), half = whole / 2;  // 2^n in two factors, either of which is a float
+  return (p * r * r + r + 1) * power_of_two(half) * power_of_two(whole - half);
+}
+
 template <class T>
 void swiglu(const T* x, int64_t x_row, T* out, int64_t rows, int64_t features, int threads) {
 #pragma omp parallel for num_threads(crew(rows * features, threads))
@@ -67,7 +90,7 @@ void swiglu(const T* x, int64_t x_row, T* out, int64_t rows, int64_t features, i
     const T *gate = x + t * x_row, *up = gate + features;
     for (int64_t f = 0; f < features; f++) {
       const float a = gate[f];
-      out[t * features + f] = T::of(a / (1 + expf(-a)) * up[f]);
+      out[t * features + f] = T::of(a / (1 + exponential(-a)) * up[f]);
     }
   }
 }
@@ -210,10 +233,10 @@ static void mla_fx_write_rows(char* cache, const char* rows, const int64_t* slot
     if (slots[t] >= 0) memcpy(cache + slots[t] * row, rows + t * row, row);
 }
 
-// Pairs of tokens and experts from `first` on sorted by expert, `counts` and `begins` [own]; rows of so many bytes.
+// Pairs of tokens and experts from `first` on sorted by expert, `counts` [own]; rows of so many bytes.
 static void mla_fx_permute(const void* x, int64_t x_row, const int32_t* experts, Own first, int64_t own,
-                           void* rows, int64_t* counts, int64_t* begins, int32_t* source, int64_t tokens, int64_t top,
-                           int64_t row) {
+                           void* rows, int64_t* counts, int32_t* source, int64_t tokens, int64_t top, int64_t row) {
+  const std::unique_ptr<int64_t[]> begins(new int64_t[own]);
   for (int64_t y = 0; y < own; y++) counts[y] = 0;
   for (int64_t pair = 0; pair < tokens * top; pair++) {
     const int64_t y = experts[pair] - first;

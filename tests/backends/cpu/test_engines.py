@@ -1,6 +1,7 @@
 """The engines in registers of 512 bits, over an emulated processor and where it has them over this one.
 
-They are held against float64.  The emulated processor is `emulated_simd.h`, which has a test of its own.  Speed is not shown here.
+They are held against float64.  The emulated processor is `emulated_simd.h`, which has a test of its own.  Speed is not
+shown here.
 """
 
 import ctypes
