@@ -8,6 +8,7 @@ too; all is run on one thread, but where threads are compared.
 
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from attrs import define, field
 from torch.nn.functional import scaled_dot_product_attention
 
 from mla_fx.backends import cpu
+from mla_fx.backends.cpu import kernel, products
 from mla_fx.backends.device import Run
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import ops
@@ -26,12 +28,22 @@ from tests.benchmarks.table import PAIR, SDPA, Point
 
 LATENT, ROPE, BLOCK, SCALE = 512, 64, 128, 192**-0.5
 MIXED = (100, 4000, 1700, 700)
-#: Heads, and lengths of the requests.
+#: Heads, and lengths of the requests: at most 128k keys in all, which are 300 MB in float32.
 POINTS = [
     (heads, (keys,) * requests)
     for heads in (128, 16, 8, 1)
-    for requests, keys in ((1, 1024), (4, 1024), (16, 1024), (1, 8192), (4, 8192), (1, 32768))
+    for requests in (1, 4, 16, 64)
+    for keys in (1024, 8192, 32768)
+    if requests * keys <= 1 << 17
 ] + [(heads, MIXED) for heads in (128, 16, 8, 1)]
+#: Of them, without `--whole`.
+FEW = [
+    *((heads, lengths) for heads in (128, 16) for lengths in ((1024,), (1024,) * 4, (8192,), MIXED)),
+    *((16, (1024,) * 64), (8, (1024,)), (8, MIXED), (1, (1024,)), (1, MIXED)),
+]
+#: How many times as long as an engine the torch pair must take in bf16: at every point, and in the median of those with
+#: so many heads and fewer.
+FASTER = {"amx": (1.8, 3.0, 128), "avx512_bf16": (1.0, 1.3, 16), "fma": (1.0, 1.0, 128)}
 
 
 @define(eq=False)
@@ -120,32 +132,24 @@ def seconds(*functions: Callable[[], Any], turns: int = 7, least: float = 0.01) 
     return [statistics.median(times) for times in spent]
 
 
-def compared(dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, dict[str, Callable[[], Any]]]]:
-    """Each point's name, and what is compared at it: "ours", "pair" and, in 16 bits, the "pair in float32"."""
-    for heads, lengths in POINTS:
-        case = Case(heads, lengths, dtype)
-        keys = f"{lengths[0]}" if len(set(lengths)) == 1 else f"{min(lengths)}..{max(lengths)}"
-        functions = {"ours": case.ours(), "pair": case.pair()}
-        if dtype != torch.float32:
-            functions["pair in float32"] = case.pair(torch.float32)
-        yield f"{heads} heads, {len(lengths)} x {keys}", functions
+def named(lengths: tuple[int, ...]) -> str:
+    alike = len(set(lengths)) == 1
+    return f"{len(lengths)} requests of " + (f"{lengths[0] >> 10}k" if alike else f"{min(lengths)} to {max(lengths)}")
 
 
 def points(whole: bool = False) -> Iterator[Point]:
     """Rows of `make bench`: all of `POINTS` in both dtypes with `whole`, else a few, beside what there is for them."""
-    few = [(heads, lengths) for heads in (128, 16) for lengths in ((1024,), (1024,) * 4, (8192,))]
     for name in ("bf16", "fp32"):
-        for heads, lengths in POINTS if whole else few:
+        for heads, lengths in POINTS if whole else FEW:
             case = Case(heads, lengths, DTYPES[name])
             ours, pair, sdpa = case.ours(), case.pair(), case.sdpa()
             rows = (len(lengths), heads, LATENT)
-            keys = f"{lengths[0] >> 10}k" if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
             peers = {PAIR: lambda pair=pair, rows=rows: pair().view(rows), SDPA: sdpa}
             for peer in apart.installed():
                 peers[peer] = apart.attention(peer, heads, lengths, name)
             yield Point(
                 "attention",
-                f"{name}, {heads} heads, {len(lengths)} requests of {keys}",
+                f"{name}, {heads} heads, {named(lengths)}",
                 lambda ours=ours: ours()[0],
                 peers,
                 bytes=sum(lengths) * (LATENT + ROPE) * DTYPES[name].itemsize,
@@ -166,15 +170,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(kernel.engine() is None, reason="no kernel here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_decode_attention_against_the_torch_pair(dtype: torch.dtype) -> None:
-    worst: dict[str, float] = {}
-    for name, functions in compared(dtype):
-        ours, *others = seconds(*functions.values())
-        ratios = {other: time / ours for other, time in zip(list(functions)[1:], others, strict=True)}
-        print(f"{name:26}", *(f"{other}: {ratio:5.2f}" for other, ratio in ratios.items()), flush=True)
-        worst = {other: min(worst.get(other, 99), ratio) for other, ratio in ratios.items()}
-    assert worst["pair"] >= 0.9, worst
+    """The pair in bf16 too, where the processor multiplies it; else in float32, which is many times as fast there."""
+    theirs = dtype if products.has(dtype) else torch.float32
+    at_least, in_the_median, most = FASTER["fma" if dtype == torch.float32 else kernel.engine() or ""]
+    ratios: dict[tuple[int, tuple[int, ...]], float] = {}
+    for heads, lengths in POINTS:
+        case = Case(heads, lengths, dtype)
+        ours, pair = seconds(case.ours(), case.pair(theirs))
+        ratios[heads, lengths] = pair / ours
+        print(f"{heads} heads, {named(lengths)}: {pair / ours:.2f}", flush=True)
+    print("at least", min(ratios.values()), "median", statistics.median(ratios.values()))
+    assert min(ratios.values()) >= at_least, min(ratios.items(), key=lambda item: item[1])
+    assert statistics.median(ratio for (heads, _), ratio in ratios.items() if heads <= most) >= in_the_median
 
 
 def test_more_new_tokens_cost_less_each() -> None:
@@ -190,7 +200,7 @@ def test_scattered_blocks_cost_little() -> None:
         cases = [Case(heads, (8192,), torch.bfloat16, scattered=scattered) for scattered in (False, True)]
         straight, scattered = seconds(*(case.ours() for case in cases))
         print(f"{heads} heads, scattered to consecutive: {scattered / straight:.2f}")
-        assert scattered <= straight * 1.25
+        assert scattered <= straight * 1.15
 
 
 def test_time_grows_linearly_with_history() -> None:
@@ -202,17 +212,63 @@ def test_time_grows_linearly_with_history() -> None:
         assert max(each[1:]) <= each[0] * 1.25
 
 
+def plain_loop() -> None:
+    """Products of matrices that stay in a core's cache: what limits attention with 16 heads and more."""
+    a, b, out = torch.ones(128, 576), torch.ones(576, 128), torch.empty(128, 128)
+    for _ in range(60):
+        torch.mm(a, b, out=out)
+
+
+def at_once(*functions: Callable[[], Any]) -> float:
+    """Seconds on the clock until all are done, each in a thread of its own that computes alone."""
+    begin, times = threading.Barrier(len(functions)), []
+
+    def work(function: Callable[[], Any]) -> None:
+        torch.set_num_threads(1)
+        begin.wait()
+        times.append(time.perf_counter())
+        function()
+        times.append(time.perf_counter())
+
+    threads = [threading.Thread(target=work, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max(times) - min(times)
+
+
+def on(threads: int, function: Callable[[], Any]) -> float:
+    torch.set_num_threads(threads)
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
 def test_two_threads_do_it_in_little_more_than_half_the_time() -> None:
-    """In time on the clock, the least of many turns: others must leave both processors alone now and then."""
+    """1.8 times as fast as one, or 0.95 of what two threads gain where each has a plain loop of its own.
+
+    Two processors of a machine may be less than two cores.  In time on the
+    clock, the least of many turns: others must leave both alone now and then.
+    """
     for heads in (16, 128):
-        function = Case(heads, (8192,), torch.bfloat16).ours()
-        least = {1: float("inf"), 2: float("inf")}
-        for _ in range(20):
-            for threads in least:
-                torch.set_num_threads(threads)
-                start = time.perf_counter()
-                function()
-                least[threads] = min(least[threads], time.perf_counter() - start)
-        print(f"{heads} heads, 8k: two threads are {least[1] / least[2]:.2f} times as fast as one")
-        assert least[1] / least[2] >= 1.3
+        whole, halves = Case(heads, (8192,), torch.bfloat16), [Case(heads, (4096,), torch.bfloat16) for _ in range(2)]
+        ours, alone = whole.ours(), [half.ours() for half in halves]
+        turns = {
+            "one": lambda ours=ours: on(1, ours),
+            "two": lambda ours=ours: on(2, ours),
+            "two halves": lambda alone=alone: at_once(*alone),
+            "a loop": lambda: at_once(plain_loop),
+            "two loops": lambda: at_once(plain_loop, plain_loop),
+        }
+        least = dict.fromkeys(turns, float("inf"))
+        for _ in range(40):
+            for name, turn in turns.items():
+                least[name] = min(least[name], turn())
+        gained, machine = least["one"] / least["two"], 2 * least["a loop"] / least["two loops"]
+        print(
+            f"{heads} heads, 8k: two threads are {gained:.2f} times as fast as one, with half of the keys each and "
+            f"nothing to merge {least['one'] / least['two halves']:.2f}, with a plain loop each {machine:.2f}"
+        )
+        assert gained >= min(1.8, 0.95 * machine)

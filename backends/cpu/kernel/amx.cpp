@@ -41,6 +41,7 @@ struct AnyRows : Narrow<Bf16> {  // tiles take one row in less time than that it
 
 struct Tiles {
   using Few = AnyRows;
+  static constexpr int tile = 256;  // processors that have this have L2 caches of 2 MiB
 
   Tiles() {  // all eight tiles are 16 rows of 64 bytes, in this thread
     struct alignas(64) {

@@ -39,6 +39,7 @@ template <int R, int V> APART void dots(Left a, Left rest, const Bf16* b, int wi
 
 struct Dots {
   using Few = NarrowPairs;
+  static constexpr int tile = 192;  // of 128 rows: in a MiB
 
   static void scores(Left latent, Left rope, const Bf16* q, int width, float* s) {
     if (width == 32)

@@ -15,8 +15,7 @@ namespace {
 
 constexpr int STEP = 32;          // keys that are used together, where they lie or as a copy
 constexpr int COLUMNS = 32;       // of a packed right operand of P C
-constexpr int TILE = 256;         // keys
-constexpr int P_ROW = TILE + 32;  // of P, in numbers; padded, or rows fall in the same sets
+constexpr int P_ROW = 256 + 32;  // of P, in numbers, of at most 256 keys; padded, or rows fall in the same sets
 
 struct Left {  // rows of a left operand, `features` (a multiple of 32) of each
   const Bf16* from;
@@ -69,6 +68,7 @@ INLINE void write_columns(Shape shape, const float* o, float factor, Bf16* out) 
 }
 
 // Products has, beside a constructor and a destructor that run in the thread that computes,
+//   tile                                    keys at a time: all that a tile needs is to stay in the L2 cache
 //   Few                                     what serves few rows, as narrow.h does
 //   scores(latent, rope, q, width, s)       s[STEP][width] = [latent, rope] q, width 16 or 32
 //   values(rows, keys, p, v, o, wide, add)  o[rows][COLUMNS] (+)= p v, keys a multiple of 32; rows up to the next
@@ -76,19 +76,19 @@ INLINE void write_columns(Shape shape, const float* o, float factor, Bf16* out) 
 template <class Products> struct PairsOfBf16 {
   using Number = Bf16;
   using Few = typename Products::Few;
-  static constexpr int panel = 2 * LANES, tile = TILE, group = STEP;
+  static constexpr int panel = 2 * LANES, tile = Products::tile, group = STEP;
 
   Shape shape;
   Products products;
   Bf16 *q, *p, *v, *copy;     // packed queries [panel][feature pair][row][2]; P [row][key]; packed latents; copied keys
-  Left latents[TILE / STEP];  // of the last tile
+  Left latents[tile / STEP];  // of the last tile
   int keys = 0, count = 0;
 
-  static long floats(Shape shape) { return (long(ROWS + TILE) * shape.features() + ROWS * P_ROW + TILE * COLUMNS) / 2; }
+  static long floats(Shape shape) { return (long(ROWS + tile) * shape.features() + ROWS * P_ROW + tile * COLUMNS) / 2; }
   PairsOfBf16(float* memory, Shape shape) : shape(shape), q((Bf16*)memory) {
     p = q + long(ROWS) * shape.features();
     v = p + ROWS * P_ROW;
-    copy = v + TILE * COLUMNS;
+    copy = v + tile * COLUMNS;
   }
 
   int width(int row) const { return least(panel, up_to(count - row, LANES)); }
@@ -123,7 +123,7 @@ template <class Products> struct PairsOfBf16 {
       if (apart) copied(all, at + k, least(STEP, n - k), k, latent, rope);
       latents[k / STEP] = latent;
       for (int row = 0; row < count; row += panel)
-        products.scores(latent, rope, packed(row), width(row), s + long(row) * TILE + k * width(row));
+        products.scores(latent, rope, packed(row), width(row), s + long(row) * tile + k * width(row));
     }
   }
   // `n` keys from `at` on that do not lie at equal distances, or have nothing of theirs behind them.

@@ -10,7 +10,7 @@
 
 enum Engine { FMA = 1, AVX512_BF16 = 2, AMX = 4 };
 
-struct Call {  // laid out in attention.py, too
+struct Call {
   int format;                              // of queries, keys and `out`
   const void *q_latent, *q_rope;           // [tokens, heads, latent], [tokens, heads, rope], in one piece
   const void *k_latent, *k_rope;           // features in one piece; the strides are in numbers

@@ -60,7 +60,7 @@ template <int N> INLINE void value_block(const float* p, int width, const float*
 
 // What does not depend on what keys are stored as.
 struct Products {
-  static constexpr int panel = 2 * LANES, tile = 96, group = 4;
+  static constexpr int panel = 2 * LANES, tile = 72, group = 4;
 
   Shape shape;
   float *q, *s = nullptr, *c;  // packed queries, [panel][feature][row]; the scores, which become P; the tile
