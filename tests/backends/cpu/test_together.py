@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mla_fx.backends import cpu
-from mla_fx.backends.cpu import products
 from mla_fx.backends.device import HOST, Run
 from mla_fx.effects import Group, Op, ops
 
@@ -37,7 +36,6 @@ CASES: dict[type[Op], tuple[dict[str, Any], Callable[[torch.dtype], list[Any]]]]
     ops.RmsNorm: ({"epsilon": 1e-6}, lambda kind: [drawn(5, 48, dtype=kind), drawn(48, dtype=kind)]),
     ops.Add: ({}, lambda kind: [drawn(5, 48, dtype=kind), drawn(5, 48, dtype=kind)]),
     ops.Rope: ({"heads": 2}, lambda kind: [drawn(5, 48, dtype=kind), drawn(5, 16), drawn(5, 16)]),
-    ops.Linear: ({}, lambda kind: [drawn(5, 40, dtype=kind), products.packed(drawn(32, 40, dtype=kind))]),
     ops.VUp: ({"group": None, "flat": True}, lambda kind: [drawn(5, 2, 24, dtype=kind), drawn(2, 24, 16, dtype=kind)]),
     ops.PermuteTokens: (
         {"own": 2, "group": Group("ep", RANKS)},
