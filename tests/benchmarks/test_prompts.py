@@ -4,7 +4,9 @@ A row states the multiply-adds of its prompt by the formula, and the part of the
 time that was measured: where it stays the same from row to row, the cost grows as counted.
 """
 
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from mla_fx.models.addition import DIRECTORY
 from mla_fx.models.chunks import round_up, taken
 from mla_fx.models.stack import model_step
 from mla_fx.passes import expanding_saves
-from tests.benchmarks.table import TRANSFORMERS, Point, agree
+from tests.benchmarks.table import TRANSFORMERS, Point, agree, pinned
 from tests.benchmarks.test_layer import MEDIUM as SIZES
 from tests.benchmarks.test_model import MEDIUM
 
@@ -34,6 +36,12 @@ BLOCK = 64
 LAYER = MEDIUM | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 #: Tokens of a prompt, of the short grid and of the whole one.
 LENGTHS, WHOLE = (500, 2000), (500, 1000, 2000, 4000, 8000, 16000)
+#: Tokens from which on there are 4 heads: transformers keeps all scores of a prompt, at its peak 2.6 times in float32,
+#: which for 16,000 tokens is 10.6 GB beside what 4 heads need else (seen), and would be 42 GB for 16.
+LONG = 16000
+#: How many times as long as in a prompt of 500 tokens a multiply-add may take in a long one: those of attention come
+#: with a softmax, and 1.34 was seen at 8,000 tokens.
+GROWTH = 1.5
 
 
 def ours(directory: Path, dtype: str, prompts: list[list[int]]) -> Engine:
@@ -114,13 +122,26 @@ def steps(length: int, chunk: int) -> Iterator[tuple[int, int]]:
         start += new
 
 
-def point(name: str, directory: Path, dtype: str, requests: int, length: int) -> Point:
-    """All first tokens of so many prompts of one length; the seed makes both see the same."""
+def checkpoint(directory: Path, heads: int = LAYER["num_attention_heads"]) -> Path:
+    """Of `LAYER`, with random weights."""
+    torch.manual_seed(0)
+    config = LAYER | {"num_attention_heads": heads, "num_key_value_heads": heads}
+    DeepseekV3ForCausalLM(DeepseekV3Config(**config)).save_pretrained(directory)
+    return directory
+
+
+def prompt(directory: Path, dtype: str, requests: int, length: int) -> tuple[Engine, list[list[int]], int]:
+    """So many prompts, with an engine for them and their multiply-adds; the seed makes all see the same."""
     config = Checkpoint.open(directory).config
     generator = torch.Generator().manual_seed(length)
     prompts = torch.randint(config.vocab_size, (requests, length), generator=generator).tolist()
     engine = ours(directory, dtype, prompts)
-    work = requests * counted(config, length, engine.chunk)
+    return engine, prompts, requests * counted(config, length, engine.chunk)
+
+
+def point(name: str, directory: Path, dtype: str, requests: int, length: int) -> Point:
+    """All first tokens of so many prompts of one length."""
+    engine, prompts, work = prompt(directory, dtype, requests, length)
     return Point(
         "prompts",
         f"{name}, {dtype}, {requests} of {length} tokens, {work / 1e9:.3g} G multiply-adds",
@@ -128,6 +149,7 @@ def point(name: str, directory: Path, dtype: str, requests: int, length: int) ->
         {TRANSFORMERS: theirs(directory, dtype, prompts)},
         operations=2 * work,
         dtype=dtype,
+        least={TRANSFORMERS: 1.5 if length >= LONG else 1.0},
         tolerance=0.02,
     )
 
@@ -135,13 +157,12 @@ def point(name: str, directory: Path, dtype: str, requests: int, length: int) ->
 def points(whole: bool = False) -> Iterator[Point]:
     own = "bf16" if products.has(torch.bfloat16) else "fp32"
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        torch.manual_seed(0)
-        DeepseekV3ForCausalLM(DeepseekV3Config(**LAYER)).save_pretrained(directory)
+        directory, few = checkpoint(Path(name) / "16"), checkpoint(Path(name) / "4", heads=4)
         for dtype in ("fp32", "bf16") if whole else (own,):
             yield point("one layer", directory, dtype, 8, 64)
             for length in WHOLE if whole else LENGTHS:
-                yield point("one layer", directory, dtype, 1, length)
+                long = length >= LONG
+                yield point("one layer, 4 heads" if long else "one layer", few if long else directory, dtype, 1, length)
 
 
 def test_both_say_the_same_first_tokens():
@@ -162,3 +183,21 @@ def test_the_formula_counts_what_the_steps_do(length: int, chunk: int):
         lengths = {"batch.query_lengths": (new,), "batch.history_lengths": (start,)}
         work += multiply_adds(step.inputs, step.equations, lengths)
     assert work == counted(SIZES, length, chunk)
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("length", [4000, LONG])
+def test_the_cost_grows_as_counted(length: int, tmp_path: Path):
+    """A multiply-add of a long prompt against one of 500 tokens, before it and behind."""
+    checkpoint(tmp_path)
+    with pinned(1), torch.no_grad():
+        runs = [prompt(tmp_path, "fp32", 1, size) for size in (500, length)]
+        first(runs[0][0], "fp32", runs[0][1])
+        spent: list[list[float]] = [[], []]
+        for number in (0, 0, 0, 1, 0, 0, 0):
+            engine, prompts, work = runs[number]
+            start = time.thread_time()
+            first(engine, "fp32", prompts)
+            spent[number].append((time.thread_time() - start) / work)
+    short, long = map(statistics.median, spent)
+    assert long <= GROWTH * short, f"{long / short:.2f} times, {long * 1e12:.1f} ps for {short * 1e12:.1f}"

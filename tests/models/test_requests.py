@@ -71,6 +71,39 @@ def alone(runner, prompt, count, sampling, end=()):
     return tokens[len(prompt) :]
 
 
+# --- steps ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "chunk", "steps"),
+    [
+        ([300], 512, [[256], [44]]),
+        ([385], 512, [[385]]),  # a quarter of 512 is 128, and 127 are padding
+        ([150, 150], 512, [[150, 106], [44]]),
+        ([64] * 8, 512, [[64] * 8]),
+        ([600], 1024, [[512], [88]]),
+        ([1500], 1024, [[1024], [476]]),
+        ([100, 20], 512, [[100, 20]]),  # a step that is as small as any is not parted
+        ([2] * 9 + [300], 512, [[2] * 9 + [238], [62]]),
+    ],
+)
+def test_no_more_than_a_quarter_of_a_large_step_is_padding(monkeypatch, prompts, chunk, steps):
+    """Tokens of each prompt in each step, by hand."""
+    runner, seen, forward = paged(requests=10, blocks=2000, table_width=1000), [], Paged.forward
+    monkeypatch.setattr(
+        Paged,
+        "forward",
+        lambda self, pieces, *rest, **named: (
+            seen.append([len(piece.tokens) for piece in pieces[0]]) or forward(self, pieces, *rest, **named)
+        ),
+    )
+    engine = Engine(runner=runner, chunk=chunk, prefix_cache=False)
+    for length in prompts:
+        engine.add([8] * length, max_new_tokens=1)
+    list(run(engine))
+    assert seen == steps
+
+
 # --- sampling ---------------------------------------------------------------
 
 SAMPLINGS = st.builds(
