@@ -41,15 +41,16 @@ class Apart:
     """A function in another process, which times itself: `seconds(calls)` is what a call took on its clock.
 
     A peer has one process, since starting one takes longer than most measurements; it has the function of one `sizes`
-    at a time, and makes it when it is first asked for.
+    at a time, and makes it when it is first asked for.  The engine's ends with its point: it holds gigabytes.
     """
 
     peer: str
     sizes: dict[str, Any]
+    own: Any = None  # a process for this function alone
 
     def seconds(self, calls: int) -> float:
         """Of one of so many calls; raises `RuntimeError` where the process has ended."""
-        process = started(self.peer, torch.get_num_threads())
+        process = self.own or started(self.peer, torch.get_num_threads())
         with suppress(BrokenPipeError):
             print(json.dumps({"calls": calls, "sizes": self.sizes}), file=process.stdin, flush=True)
         said = process.stdout.readline()
@@ -60,10 +61,14 @@ class Apart:
     def __call__(self) -> None:
         self.seconds(1)
 
+    def __del__(self) -> None:
+        if self.own:
+            self.own.stdin.close()  # at which it ends
+            self.own.wait()
 
-@cache
-def started(peer: str, threads: int) -> Any:
-    """The process of a peer, which ends when this one does."""
+
+def start(peer: str, threads: int) -> Any:
+    """A process of a peer, which ends when this one does."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.benchmarks.apart", peer, str(threads)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -71,6 +76,10 @@ def started(peer: str, threads: int) -> Any:
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+#: The one process of a peer.
+started = cache(start)
 
 
 def attention(peer: str, heads: int, lengths: Sequence[int], dtype: str) -> Apart:
@@ -84,7 +93,7 @@ def engine(directory: Path, dtype: str, requests: int, length: int, first: Seque
     `first`: of each request, the token that is likeliest behind them, and its log-probability.
     """
     sizes = {"directory": str(directory), "dtype": dtype, "requests": requests, "length": length, "first": [*first]}
-    return Apart("vLLM engine", sizes)
+    return Apart("vLLM engine", sizes, own=start("vLLM engine", torch.get_num_threads()))
 
 
 def drawn(vocabulary: int, requests: int, length: int) -> torch.Tensor:

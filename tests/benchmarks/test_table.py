@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 from itertools import groupby
 
 import pytest
@@ -152,6 +153,23 @@ def test_what_was_to_be_reached_is_told(capsys):
     assert f"1 of {os.cpu_count()} cores, torch {torch.__version__}" in printed
     assert printed.splitlines()[-1] == "missed: sums, of two: torch pair 1.90 of 2.00"
     assert printed.count("missed") == 1
+
+
+def test_a_point_is_gone_before_the_next_one_is_made():
+    """With what it holds, though its row is kept: the next may need the memory."""
+    held: list[weakref.ref[object]] = []
+
+    def made() -> Point:
+        work = working(1e-4)
+        held.append(weakref.ref(work))
+        return point(ours=work, peers={PAIR: working(1e-4)})
+
+    def points():
+        yield made()
+        assert held[0]() is None
+        yield made()
+
+    assert len(list(measure(points(), seconds=0))) == len(held) == 2
 
 
 def test_a_limit_is_held(capsys):
