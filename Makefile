@@ -48,6 +48,7 @@ soak: $(VENV)/.test  ## long random runs, whole products of parameters, all of A
 
 clean:  ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A system without python3-venv fails half-way and leaves a python without pip: remove it, so that the next try starts over.
 $(BIN)/python:

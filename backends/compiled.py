@@ -2,9 +2,11 @@
 
 A build lies in `$XDG_CACHE_HOME/mla_fx` (`~/.cache/mla_fx`), in a folder named
 by the hash of everything it was made from; it appears there complete or not at
-all, so that processes may race for it.
+all, so that processes may race for it.  They take turns where the file system
+has locks: who comes second finds what the first has made.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mla_fx.effects import InputError
@@ -53,7 +55,9 @@ def built(
         made_from.update(f"{text}\0".encode())
     folder = cache() / f"{name}-{made_from.hexdigest()[:20]}"
     if not folder.is_dir():
-        with _workplace(what) as made:
+        with _workplace(what) as made, _turn(what):
+            if folder.is_dir():  # by now
+                return folder
             print(f"mla_fx: compiling {what}, once, into {folder}: {takes}", file=sys.stderr)
             start = time.monotonic()
             make(made)
@@ -81,6 +85,22 @@ def _workplace(what: str) -> Iterator[Path]:
         made = Path(name) / "lib"
         made.mkdir()
         yield made
+
+
+@contextmanager
+def _turn(what: str) -> Iterator[None]:
+    """Nobody else builds meanwhile; that another one does, and is waited for, is said on stderr."""
+    place = os.open(cache(), os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: both build, and one's is taken
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"mla_fx: {what} waits for another process, which is compiling", file=sys.stderr)
+                fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
 
 
 def run(*commands: Sequence[str | Path]) -> None:

@@ -1,5 +1,9 @@
 """What is compiled on first use: by which compiler, where it is kept, and what is said when it cannot be."""
 
+import errno
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,10 +80,33 @@ def test_a_cache_that_cannot_be_written(fresh, monkeypatch, blocked):
         built()
 
 
-def test_the_second_of_two_builders_takes_what_the_first_made(fresh):
+def test_of_two_that_come_together_one_builds(fresh, capfd):
+    begun, made_by = threading.Event(), []
+
+    def slow(made: Path) -> None:
+        begun.set()
+        while "waits for another" not in (said := "".join(capfd.readouterr())):
+            assert time.monotonic() < end, said
+            time.sleep(0.005)
+        made_by.append("first")
+
+    end = time.monotonic() + 20
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(built, slow)
+        assert begun.wait(20)
+        second = pool.submit(built, lambda made: made_by.append("second"))
+        assert first.result() == second.result() and made_by == ["first"]
+    assert list(fresh.iterdir()) == [first.result()]
+
+
+def test_without_locks_the_second_of_two_builders_takes_what_the_first_made(fresh, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
     def slow(made: Path) -> None:
         (made / "it").write_text("second")
         built(lambda made: (made / "it").write_text("first"))  # as another process, which is faster
 
+    monkeypatch.setattr(compiled.fcntl, "flock", no_locks)
     folder = built(slow)
     assert (folder / "it").read_text() == "first" and [path.name for path in fresh.iterdir()] == [folder.name]

@@ -12,7 +12,7 @@ from mla_fx.backends import PeerError
 from tests.backends import lost as do
 from tests.processes import ROOT
 
-TIMEOUT = 4.0
+TIMEOUT = 6.0
 #: More than the time-out, for processes that share two cores.
 LATE = 3.0
 

@@ -61,7 +61,7 @@ def paged(*, requests=1, blocks=200, block_size=2, ranks=1, table_width=200):
 # --- any drafts -------------------------------------------------------------
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     prompts=st.lists(
         st.tuples(st.lists(st.integers(0, 10), min_size=1, max_size=9), st.integers(1, 14)), min_size=1, max_size=5

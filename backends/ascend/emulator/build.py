@@ -47,11 +47,18 @@ LIBRARIES: Final = (
     "libacl_tdt_channel",
     "libnnopbase",
 )
+#: What is in them, by source; the others are empty.
+_OBJECTS: Final = {
+    "libascendcl": ("device", "capture", "replay", "runtime", "absent"),
+    "libopapi": ("entries", "descriptors"),
+    "libhccl": ("hccl",),
+}
 #: The names of an operator: asking for scratch, asking for the most of it, and the launch.
 SUFFIXES: Final = ("GetWorkspaceSize", "GetMaxWorkspaceSize", "")
 _RUNTIME_NAME = re.compile(r"(acl(?!nn)|Hccl|Msprof|rt[A-Z])\w*")
-_OPERATOR = re.compile(rb"(?<=\0)(aclnn\w+)GetWorkspaceSize(?=\0)")
-_LOOKED_UP = re.compile(rb"(?<=\0)(?:aclrt|aclprof|aclmdl|aclop|aclsys|aclGet|aclSet|aclQuery)\w+(?=\0)")
+#: Each begins with plain letters, which are found in 100 MB at once.
+_OPERATOR = re.compile(rb"\0(aclnn\w+)GetWorkspaceSize(?=\0)")
+_LOOKED_UP = re.compile(rb"\0(acl(?:rt|prof|mdl|op|sys|Get|Set|Query)\w+)(?=\0)")
 
 
 def shelf() -> Path:
@@ -125,25 +132,17 @@ def _compile(folder: Path, operators: Sequence[str]) -> None:
     (folder / "entries.txt").write_text("\n".join(entries))
     (folder / "entries.s").write_text(assembly(entries, platform.machine()))
     (folder / "empty.cpp").write_text("")
-    headers = [f"-I{root / 'include' / part}" for part in (".", "third_party/hccl/inc")]
-    sources: dict[str, list[str | Path]] = {
-        "libascendcl": [
-            *headers,
-            *(_HERE / name for name in ("device.cpp", "capture.cpp", "replay.cpp", "runtime.cpp")),
-            folder / "absent.cpp",
-        ],
-        "libopapi": [folder / "entries.s", _HERE / "descriptors.cpp"],
-        "libhccl": [*headers, _HERE / "hccl.cpp"],
-    }
-    for library in LIBRARIES:
-        linked = [] if library == "libascendcl" else ["-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]
-        compiled.run(
-            [
-                *(compiled.compiler(WHAT), "-w", "-O1", "-std=c++17", "-shared", "-fPIC"),
-                *(*sources.get(library, [folder / "empty.cpp"]), *linked),
-                *("-o", folder / f"{library}.so", f"-Wl,-soname,{library}.so"),
-            ]
-        )
+    command: list[str | Path] = [compiled.compiler(WHAT), "-w", "-O1", "-std=c++17", "-fPIC"]
+    command += [f"-I{root / 'include' / part}" for part in (".", "third_party/hccl/inc")]
+    sources = [*_HERE.glob("*.cpp"), *(folder / name for name in ("absent.cpp", "empty.cpp", "entries.s"))]
+    compiled.run(*([*command, "-c", source, "-o", folder / f"{source.stem}.o"] for source in sources))
+    for library in LIBRARIES:  # the first is what all others link to
+        objects = [folder / f"{name}.o" for name in _OBJECTS.get(library, ("empty",))]
+        linked = [] if library == LIBRARIES[0] else ["-Wl,--no-as-needed", f"-L{folder}", f"-l{LIBRARIES[0][3:]}"]
+        output: list[str | Path] = [*linked, "-o", folder / f"{library}.so", f"-Wl,-soname,{library}.so"]
+        compiled.run([*command, "-shared", *objects, *output])
+    for made in folder.glob("*.o"):
+        made.unlink()
 
 
 def _asked_for(contents: Mapping[Path, bytes]) -> set[str]:
