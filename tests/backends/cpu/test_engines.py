@@ -19,7 +19,7 @@ import torch
 from mla_fx.backends.cpu import kernel
 from mla_fx.effects import InputError
 from tests.backends.cpu import simd
-from tests.backends.cpu.test_kernel_attention import DTYPES, Case, hold
+from tests.backends.cpu.test_kernel_attention import DTYPES, MANY, Case, hold
 
 ENGINES = ("avx512_bf16", "amx")
 LIBRARY = kernel.library()
@@ -78,6 +78,11 @@ def test_nothing_behind_the_operands_is_read(engine: str, heads: int, tokens: in
 @pytest.mark.parametrize("size", [1, 3, 16, 96, 100, 512])
 def test_blocks_of_any_size(engine: str, size: int) -> None:
     both(Case(9, (1, 2), (300, 70), torch.bfloat16, size=size, latent=96, rope=32))
+
+
+def test_many_requests_of_mixed_lengths(engine: str) -> None:
+    case = Case(8, (1,) * len(MANY), MANY, torch.bfloat16, size=32, latent=64, rope=32)
+    hold(case.history(), case.exact())
 
 
 def test_sizes_of_deepseek_v3(engine: str) -> None:

@@ -109,6 +109,19 @@ def test_history(dtype: torch.dtype, heads: int) -> None:
     hold(case.history(), case.exact())
 
 
+#: 64 requests: no key, one, what mixed lengths have, and all about a tile of one engine or another.
+MANY = (0, 1, 4000, 100, 1700, 700, *range(62, 67), *range(70, 75), *range(94, 99), *range(190, 195), *range(254, 259))
+MANY += tuple(range(2, 2 + 64 - len(MANY)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [1, 8, 16])
+def test_many_requests_of_mixed_lengths(dtype: torch.dtype, heads: int) -> None:
+    case = Case(heads, (1,) * len(MANY), MANY, dtype, size=32, latent=64, rope=32)
+    assert len(MANY) == 64
+    hold(case.history(), case.exact())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("latent", "rope"), [(6, 4), (1, 1), (32, 8), (128, 24), (40, 3)])
 def test_any_features(dtype: torch.dtype, latent: int, rope: int) -> None:
