@@ -104,8 +104,8 @@ def no_drop_can_be_earlier(step: Step, streams: Streams) -> None:
 
 
 @st.composite
-def lent(draw: st.DrawFn) -> tuple[Step, Streams]:
-    """Rounds in which a stream makes a value, one to three others use it, and the first goes on before it takes what
+def lent(draw: st.DrawFn, rounds: int = 2, users: int = 3) -> tuple[Step, Streams]:
+    """Rounds in which a stream makes a value, one to `users` others use it, and the first goes on before it takes what
     they made: memory that a later order gives back."""
     streams: dict[int, str] = {}
     taken: set[Value] = set()
@@ -119,10 +119,10 @@ def lent(draw: st.DrawFn) -> tuple[Step, Streams]:
     def compute(x: Value, y: Value) -> tuple[Value, ...]:
         values = [x, y]
         taken.update(values)
-        for _ in range(draw(st.integers(1, 2))):
+        for _ in range(draw(st.integers(1, rounds))):
             home, *away = draw(st.permutations(toys.STREAMS))
             memory = put(toys.One, home, draw(st.sampled_from(values)))
-            made = [put(toys.One, stream, memory) for stream in away[: draw(st.integers(1, 3))]]
+            made = [put(toys.One, stream, memory) for stream in away[: draw(st.integers(1, users))]]
             for kind in draw(st.lists(st.sampled_from([toys.One, toys.Scratch]), min_size=1, max_size=2)):
                 values.append(put(kind, home, draw(st.sampled_from(values))))
             values.append(memory if draw(st.booleans()) else values[-1])
