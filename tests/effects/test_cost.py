@@ -107,7 +107,7 @@ class Alive:
         self.bytes: dict[int, int] = {}
         self.seen: list[int] = []
         rules = {op: self.wrapped(rule) for op, rule in backend.table.rules.items()}
-        self.backend = evolve(backend, table=evolve(backend.table, rules=rules))
+        self.backend = evolve(backend, table=evolve(backend.table, rules=rules), apart=True)
 
     def wrapped(self, rule: Any, moved: int = 0) -> Any:
         if isinstance(rule, Collective):
