@@ -67,6 +67,8 @@ def plain(
         start, end = end, end + queries
         if queries and keys:
             table = block_table[b, : -(-keys // size)]
+            if len(table) * size < keys or table.min() < 0 or table.max() >= len(latent_cache):
+                raise attention.outside(b, block_table[b], keys, len(latent_cache))
             q, r = (part[start:end].flatten(0, 1).to(kind) for part in (q_latent, q_rope))
             latents, ropes = (_tiles(cache, table, keys, kind) for cache in (latent_cache, rope_cache))
             total, peak, summed = attend_tiles(q, r, zip(latents, ropes, strict=True), scale)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from mla_fx.backends.cpu import TABLE as CPU
 from mla_fx.effects import Aval, InputError, ShapeError, ops
 from tests.cases import each
 from tests.ops.conftest import exact, strided
@@ -94,3 +95,11 @@ def test_values_that_are_accepted(slots):
 def test_values_that_are_refused(slots, message):
     with pytest.raises(InputError, match=message):
         ops.WriteRows().value_rule(AVALS, {"slots": np.array(slots)})
+
+
+def test_a_slot_behind_the_cache_is_refused_with_nothing_written():
+    """On the CPU, whose library would write elsewhere otherwise: no run but the first looks at values."""
+    cache, rows = torch.zeros(BLOCKS, SIZE, 2), torch.ones(2, 2)
+    with pytest.raises(InputError, match=r"slots\[1\]: must be in -1\.\.11: got 12"):
+        CPU.rules[ops.WriteRows](cache, rows, torch.tensor([3, 12]), run=None)
+    assert not cache.any()

@@ -105,23 +105,25 @@ Tensors = Sequence[torch.Tensor]
 class Function:
     """A function of the library, called for several ranks at once."""
 
-    found: Callable[[int, bytes, bytes], None]
+    found: Callable[[int, bytes, bytes], int]
     numbers: struct.Struct
 
-    def __call__(self, own: Sequence[Sequence[Any]], *numbers: float) -> None:
+    def __call__(self, own: Sequence[Sequence[Any]], *numbers: float) -> tuple[int, int] | None:
         """`own`: of each argument that is a rank's own, one for every rank: a tensor for its memory, or an integer.
 
-        `numbers` are the others, the same for all; both in the order of the function's arguments.
+        `numbers` are the others, the same for all; both in the order of the function's arguments.  Gives what the
+        function refuses: its number, and the place of the rank among these; None where it has done everything.
         """
         words = [one if type(one) is int else one.data_ptr() for of_ranks in own for one in of_ranks]
-        self.found(len(own[0]), self.numbers.pack(*numbers), struct.pack(f"<{len(words)}q", *words))
+        refused = self.found(len(own[0]), self.numbers.pack(*numbers), struct.pack(f"<{len(words)}q", *words))
+        return None if refused < 0 else divmod(refused, len(own[0]))
 
 
 @cache
 def function(name: str, numbers: str) -> Function:
     """A function of the library whose numbers are of such types: i an integer, f a float."""
     found = getattr(library(), f"{name}_each")
-    found.argtypes, found.restype = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p], None
+    found.argtypes, found.restype = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int64
     return Function(found, struct.Struct("<" + "".join({"i": "q", "f": "f4x"}[one] for one in numbers)))
 
 

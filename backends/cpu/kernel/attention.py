@@ -16,6 +16,7 @@ import torch
 
 from mla_fx.backends.cpu import kernel
 from mla_fx.backends.cpu.kernel import Tensors
+from mla_fx.effects import InputError
 
 Lengths = Sequence[Sequence[int]]  # one for each of the ranks, as `Tensors` are
 
@@ -43,7 +44,7 @@ def history(
     """Of every rank outputs [T, H, L] and LSE [T, H] in float32, as `ops.HistoryAttention` has them."""
     keys = latent_caches, rope_caches, [table.contiguous() for table in block_tables]
     strides = *latent_caches[0].stride()[:2], *rope_caches[0].stride()[:2]
-    sizes = block_tables[0].shape[1], latent_caches[0].shape[1]
+    sizes = block_tables[0].shape[1], latent_caches[0].shape[1], len(latent_caches[0])
     return _attend(q_latents, q_ropes, keys, (*strides, *sizes), query_lengths, history_lengths, scale)
 
 
@@ -51,7 +52,7 @@ def current(
     q_latents: Tensors, q_ropes: Tensors, latents: Tensors, k_ropes: Tensors, query_lengths: Lengths, scale: float
 ) -> tuple[Tensors, Tensors]:
     """Of every rank outputs [T, H, L] and LSE [T, H] in float32, as `ops.CurrentAttention` has them."""
-    strides = 0, latents[0].stride(0), 0, k_ropes[0].stride(0), 0, 0
+    strides = 0, latents[0].stride(0), 0, k_ropes[0].stride(0), 0, 0, 0
     return _attend(q_latents, q_ropes, (latents, k_ropes, (0,) * len(latents)), strides, query_lengths, None, scale)
 
 
@@ -64,7 +65,7 @@ def _attend(
     cached: Lengths | None,
     scale: float,
 ) -> tuple[Tensors, Tensors]:
-    """`keys`: latents, ropes and tables; `strides`: in latents and ropes, of a table, and the keys of a block."""
+    """`keys`: latents, ropes and tables; `strides`: in latents and ropes, of a table, keys of a block, and blocks."""
     q_latents, q_ropes = ([part.contiguous() for part in parts] for parts in (q_latents, q_ropes))
     tokens, heads, features = q_latents[0].shape
     outs = kernel.room(q_latents, tokens, heads, features)
@@ -73,9 +74,21 @@ def _attend(
     requests, at = len(queries[0]), lengths.buffer_info()[0]
     new = [at + rank * requests * lengths.itemsize for rank in range(len(queries))]
     old = [one + len(queries) * requests * lengths.itemsize if cached else 0 for one in new]
-    kernel.function("mla_fx_attend", "iiiiiiiiiiiiifi")(
+    refused = kernel.function("mla_fx_attend", "iiiiiiiiiiiiiifi")(
         (q_latents, q_ropes, *keys, new, old, outs, sums),
         *(kernel.ENGINES[kernel.engine() or ""], kernel.FORMATS[q_latents[0].dtype], *strides),
         *(requests, tokens, heads, features, q_ropes[0].shape[2], scale, torch.get_num_threads()),
     )
+    if refused is not None:
+        request, rank = refused
+        if cached is None or queries[rank][request] < 0 or sum(queries[rank][: request + 1]) > tokens:
+            raise InputError(f"query_lengths: must be of {tokens} tokens in all: got {list(queries[rank])}")
+        raise outside(request, keys[2][rank][request], cached[rank][request], strides[-1])
     return outs, sums
+
+
+def outside(request: int, table: torch.Tensor, keys: int, blocks: int) -> InputError:
+    """That the row of a block table does not say where a request's keys lie, in a cache of so many blocks."""
+    return InputError(
+        f"block_table[{request}]: must name blocks in 0..{blocks - 1} for each of {keys} keys: got {table.tolist()}"
+    )

@@ -2,6 +2,9 @@
 //
 // Numbers are common to all of them: a word of 8 bytes for every argument that is one, a float in the first four.  What
 // is each rank's own, addresses and integers that are `Own`, lies argument after argument, a word for every rank.
+//
+// A function that gives a number refuses what it was given where that is not negative, and says which by it; so do all
+// ranks together, by number * ranks + rank of the first that does.
 
 #pragma once
 #include <stdint.h>
@@ -44,23 +47,30 @@ T read(const int64_t& word) {
   }
 }
 
-template <class... T, size_t... I>
-void for_each_rank(void (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* own,
-                   std::index_sequence<I...>) {
-  for (int64_t rank = 0; rank < ranks; rank++)
-    function(read<T>(OF_A_RANK<T> ? own[before<T...>(I, true) * ranks + rank] : numbers[before<T...>(I, false)])...);
+template <class R, class... T, size_t... I>
+int64_t for_each_rank(R (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* own,
+                      std::index_sequence<I...>) {
+  for (int64_t rank = 0; rank < ranks; rank++) {
+    const auto call = [&] {
+      return function(
+          read<T>(OF_A_RANK<T> ? own[before<T...>(I, true) * ranks + rank] : numbers[before<T...>(I, false)])...);
+    };
+    if constexpr (std::is_void_v<R>) call();
+    else if (const int64_t refused = call(); refused >= 0) return refused * ranks + rank;
+  }
+  return -1;
 }
 
-template <class... T>
-void for_each_rank(void (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* own) {
-  for_each_rank(function, ranks, numbers, own, std::index_sequence_for<T...>());
+template <class R, class... T>
+int64_t for_each_rank(R (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* own) {
+  return for_each_rank(function, ranks, numbers, own, std::index_sequence_for<T...>());
 }
 
 }  // namespace
 
 #define EACH(function) EACH_OF(function)
 #define EACH_OF(function)                                                                         \
-  extern "C" __attribute__((visibility("default"))) void function##_each(                        \
+  extern "C" __attribute__((visibility("default"))) int64_t function##_each(                     \
       int64_t ranks, const int64_t* numbers, const int64_t* own) {                                \
-    for_each_rank(function, ranks, numbers, own);                                                 \
+    return for_each_rank(function, ranks, numbers, own);                                          \
   }

@@ -227,10 +227,15 @@ static void mla_fx_embedding(const int64_t* tokens, const char* table, Own first
   }
 }
 
-// Rows whose slot is not -1, where their slot is in the cache; rows of so many bytes.
-static void mla_fx_write_rows(char* cache, const char* rows, const int64_t* slots, int64_t count, int64_t row) {
+// Rows whose slot is not -1, where their slot is in a cache of `size` slots; rows of so many bytes.  Gives the first slot
+// that is not in it, with nothing written, or -1.
+static int64_t mla_fx_write_rows(char* cache, const char* rows, const int64_t* slots, int64_t count, int64_t size,
+                                 int64_t row) {
+  for (int64_t t = 0; t < count; t++)
+    if (slots[t] >= size) return t;
   for (int64_t t = 0; t < count; t++)
     if (slots[t] >= 0) memcpy(cache + slots[t] * row, rows + t * row, row);
+  return -1;
 }
 
 // Pairs of tokens and experts from `first` on sorted by expert, `counts` [own]; rows of so many bytes.

@@ -14,9 +14,9 @@ import torch
 from attrs import define, field
 
 from mla_fx import backends, orchestrations
-from mla_fx.backends.cpu import kernel
+from mla_fx.backends.cpu import history_attention, kernel
 from mla_fx.backends.cpu.kernel import attention
-from mla_fx.effects import schedule
+from mla_fx.effects import InputError, schedule
 from tests.setups import Setup
 
 pytestmark = pytest.mark.skipif(kernel.engine() is None, reason="no kernel here")
@@ -145,6 +145,39 @@ def test_current(dtype: torch.dtype, heads: int, queries: tuple[int, ...]) -> No
     """A token sees its own request's tokens up to itself."""
     case = Case(heads, queries, (0,) * len(queries), dtype)
     hold(case.current(), case.exact(current=True))
+
+
+@pytest.mark.parametrize("way", ["kernel", "plain"])
+@pytest.mark.parametrize(
+    ("table", "keys", "got"),
+    [
+        ([[0, 1, 2], [3, -1, 9]], 20, r"\[3, -1, 9\]"),
+        ([[0, 1, 2], [5, 4, 9]], 20, r"\[5, 4, 9\]"),
+        ([[0, 1, 2], [3, 10**8, 9]], 20, r"\[3, 100000000, 9\]"),
+        ([[0, 1, 2], [3, 4, 0]], 49, r"\[3, 4, 0\]"),
+    ],
+    ids=["before", "behind", "far behind", "too few"],
+)
+def test_blocks_that_are_not_in_the_cache_are_refused(table: list[list[int]], keys: int, got: str, way: str) -> None:
+    """Memory that is not the cache's is not read; what lengths do not reach may name any block."""
+    case = Case(4, (1, 1), (33, 20))
+    case.caches = [cache[:5] for cache in case.caches]
+    case.table, case.keys = torch.tensor(table, dtype=torch.int32), (33, keys)
+    message = rf"block_table\[1\]: must name blocks in 0\.\.4 for each of {keys} keys: got {got}"
+    with pytest.raises(InputError, match=message):
+        if way == "kernel":
+            case.history()
+        else:
+            history_attention.plain(*case.q, *case.caches, case.table, case.queries, case.keys, scale=SCALE)
+
+
+def test_more_new_tokens_than_there_are_are_refused() -> None:
+    case = Case(4, (1, 1), (3, 20))
+    case.queries = (1, 3)
+    with pytest.raises(InputError, match=r"query_lengths: must be of 3 tokens in all: got \[1, 3\]"):
+        case.history()
+    with pytest.raises(InputError, match=r"query_lengths: must be of 3 tokens in all: got \[1, 3\]"):
+        case.current()
 
 
 def test_more_tokens_than_a_tile() -> None:
