@@ -106,7 +106,8 @@ def no_drop_can_be_earlier(step: Step, streams: Streams) -> None:
 @st.composite
 def lent(draw: st.DrawFn, rounds: int = 2, users: int = 3) -> tuple[Step, Streams]:
     """Rounds in which a stream makes a value, one to `users` others use it, and the first goes on before it takes what
-    they made: memory that a later order gives back."""
+    they made: memory that a later order gives back.  One user may take what another made too, and the first may take
+    nothing: memory that is kept."""
     streams: dict[int, str] = {}
     taken: set[Value] = set()
 
@@ -123,9 +124,14 @@ def lent(draw: st.DrawFn, rounds: int = 2, users: int = 3) -> tuple[Step, Stream
             home, *away = draw(st.permutations(toys.STREAMS))
             memory = put(toys.One, home, draw(st.sampled_from(values)))
             made = [put(toys.One, stream, memory) for stream in away[: draw(st.integers(1, users))]]
+            if len(made) > 1 and draw(st.booleans()):
+                made = [put(toys.Two, draw(st.sampled_from(away[: len(made)])), *made[:2]), *made[2:]]
             for kind in draw(st.lists(st.sampled_from([toys.One, toys.Scratch]), min_size=1, max_size=2)):
                 values.append(put(kind, home, draw(st.sampled_from(values))))
             values.append(memory if draw(st.booleans()) else values[-1])
+            if draw(st.booleans()):
+                values += made
+                continue
             for one in made:
                 values.append(put(toys.Two, home, one, values[-1]))
         return tuple(value for value in values if value not in taken)
