@@ -200,4 +200,5 @@ def test_the_cost_grows_as_counted(length: int, tmp_path: Path):
             first(engine, "fp32", prompts)
             spent[number].append((time.thread_time() - start) / work)
     short, long = map(statistics.median, spent)
+    print(f"{length} tokens: {long * 1e12:.1f} ps for a multiply-add, 500 tokens: {short * 1e12:.1f}")
     assert long <= GROWTH * short, f"{long / short:.2f} times, {long * 1e12:.1f} ps for {short * 1e12:.1f}"
