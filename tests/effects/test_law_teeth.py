@@ -107,7 +107,7 @@ def no_drop_can_be_earlier(step: Step, streams: Streams) -> None:
 def lent(draw: st.DrawFn, rounds: int = 2, users: int = 3) -> tuple[Step, Streams]:
     """Rounds in which a stream makes a value, one to `users` others use it, and the first goes on before it takes what
     they made: memory that a later order gives back.  One user may take what another made too, and the first may take
-    nothing: memory that is kept."""
+    nothing: memory that is kept.  Others may have a view of it."""
     streams: dict[int, str] = {}
     taken: set[Value] = set()
 
@@ -123,7 +123,8 @@ def lent(draw: st.DrawFn, rounds: int = 2, users: int = 3) -> tuple[Step, Stream
         for _ in range(draw(st.integers(1, rounds))):
             home, *away = draw(st.permutations(toys.STREAMS))
             memory = put(toys.One, home, draw(st.sampled_from(values)))
-            made = [put(toys.One, stream, memory) for stream in away[: draw(st.integers(1, users))]]
+            seen = put(toys.Peek, home, memory) if draw(st.booleans()) else memory
+            made = [put(toys.One, stream, seen) for stream in away[: draw(st.integers(1, users))]]
             if len(made) > 1 and draw(st.booleans()):
                 made = [put(toys.Two, draw(st.sampled_from(away[: len(made)])), *made[:2]), *made[2:]]
             for kind in draw(st.lists(st.sampled_from([toys.One, toys.Scratch]), min_size=1, max_size=2)):
