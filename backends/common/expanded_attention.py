@@ -5,6 +5,7 @@ other half is computed, and no more of it is ever there than a tile.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -32,11 +33,28 @@ def rule(
     workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys, values, scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
+    return by_request(one, q, q_rope, latent, k_rope, w_uk, w_uv, query_lengths, run=run, scale=scale)
+
+
+def by_request(
+    attend_to: Callable[..., None],
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    query_lengths: tuple[int, ...],
+    *,
+    run: Run,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule, with attention of a request by somebody's own; it is called as `one` is."""
     tokens, heads, rope = q_rope.shape
     every, nope, _ = w_uk.shape
     kind = wide(q.dtype)
     q = own_heads(q.reshape(tokens, every, nope + rope)[..., :nope], heads, 1, run)
-    up_k, up_v = (own_heads(part, heads, 0, run).to(kind) for part in (w_uk, w_uv))
+    ups = [own_heads(part, heads, 0, run).to(kind) for part in (w_uk, w_uv)]
     cur = q.new_zeros((tokens, heads, w_uv.shape[2]))
     lse = q.new_full((tokens, heads), -math.inf, dtype=kind)
     end = 0
@@ -44,12 +62,26 @@ def rule(
         start, end = end, end + length
         if length:
             rows = slice(start, end)
-            k, v = expanded(latent[rows].to(kind), k_rope[rows].to(kind), up_k, up_v)
-            queries = torch.cat([q[rows], q_rope[rows]], 2).to(kind).transpose(0, 1)
-            out, sums = attend(queries, k, v, scale=scale, causal=True)
-            cur[rows] = out.transpose(0, 1)
-            lse[rows] = sums.t()
+            queries = torch.cat([q[rows], q_rope[rows]], 2).to(kind)
+            attend_to(queries, latent[rows].to(kind), k_rope[rows].to(kind), *ups, cur[rows], lse[rows], scale=scale)
     return cur, lse
+
+
+def one(
+    queries: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    up_k: torch.Tensor,
+    up_v: torch.Tensor,
+    cur: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Of one request, `queries` [n, N, P + R] and its own n keys, the output into `cur` [n, N, V] and `lse` [n, N]."""
+    out, sums = attend(queries.transpose(0, 1), *expanded(latent, k_rope, up_k, up_v), scale=scale, causal=True)
+    cur.copy_(out.transpose(0, 1))
+    lse.copy_(sums.t())
 
 
 def expanded(

@@ -13,10 +13,9 @@ from typing import Final
 import torch
 from attrs import frozen
 
-from mla_fx.backends.common.local_heads import own_heads
+from mla_fx.backends.common import expanded_attention as shared
 from mla_fx.backends.cpu.products import PANEL, of_heads
 from mla_fx.backends.device import Run
-from mla_fx.dtypes import wide
 from mla_fx.effects import Group
 
 #: Queries and heads of a tile: with 1024 keys, scores of 2 MiB in float32.
@@ -39,23 +38,24 @@ def rule(
     workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys, values, scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
-    tokens, heads, rope = q_rope.shape
-    every, nope, _ = w_uk.shape
-    kind = wide(q.dtype)
-    q = own_heads(q.reshape(tokens, every, nope + rope)[..., :nope], heads, 1, run)
-    up_k, up_v = (own_heads(part, heads, 0, run).to(kind) for part in (w_uk, w_uv))
-    cur = q.new_zeros((tokens, heads, w_uv.shape[2]))
-    lse = q.new_full((tokens, heads), -math.inf, dtype=kind)
-    end = 0
-    for length in query_lengths:
-        start, end = end, end + length
-        if length:
-            rows = slice(start, end)
-            queries = torch.cat([q[rows], q_rope[rows]], 2).to(kind)
-            for some in parts(heads, HEADS):
-                keys = expanded(latent[rows].to(kind), k_rope[rows].to(kind), up_k[some], up_v[some])
-                cur[rows, some], lse[rows, some] = attend(queries[:, some], keys, scale=scale, causal=True)
-    return cur, lse
+    return shared.by_request(one, q, q_rope, latent, k_rope, w_uk, w_uv, query_lengths, run=run, scale=scale)
+
+
+def one(
+    queries: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    up_k: torch.Tensor,
+    up_v: torch.Tensor,
+    cur: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    """As the shared rule's, some heads at a time."""
+    for some in parts(queries.shape[1], HEADS):
+        keys = expanded(latent, k_rope, up_k[some], up_v[some])
+        cur[:, some], lse[:, some] = attend(queries[:, some], keys, scale=scale, causal=True)
 
 
 @frozen(eq=False)
