@@ -15,7 +15,9 @@ from mla_fx.models.quantize import scale_shape
 from mla_fx.models.weights import expected
 
 #: Loads in a process of its own for each case: what an earlier one freed would hide what a later one takes.  The least
-#: of three counts: pages of the file that the system has not yet taken back are in the figure too.
+#: of three counts: pages of the file that the system has not yet taken back are in the figure too.  What does not grow
+#: with a rank's part is allowed by itself: pieces on their way, the tensors read at once, and the holes that malloc
+#: leaves between them, 2 to 10 MB by where the heap begins.
 PEAK = """
 import os, sys, torch
 from mla_fx.models import Checkpoint, Loader
@@ -47,15 +49,16 @@ for directory, dtype, quantization in (
         peak = status("VmHWM") - before
         leaves = {leaf.data_ptr(): leaf.nbytes for leaf in torch.utils._pytree.tree_leaves(model)}
         own = sum(leaves.values())
-        if peak >= 1.2 * own and not last:
+        limit = int(1.1 * own) + (10 << 20)
+        if peak >= limit and not last:
             os._exit(AGAIN)
-        print(os.path.basename(directory), dtype, quantization, own, peak, flush=True)
+        print(os.path.basename(directory), dtype, quantization, own, peak, limit, flush=True)
         os._exit(0)
 """
 
 
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
-    """200 MB in bf16, no tensor of it a twentieth; whatever is converted, the peak stays below 1.2 of a rank's part."""
+    """200 MB in bf16, no tensor of it a twentieth: whatever is converted, a tenth and 10 MiB above a rank's part."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("the peak of resident memory cannot be reset: /proc/self/clear_refs is not writable")
     small = small_config()
@@ -93,6 +96,6 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     lines = run.stdout.splitlines()
     assert len(lines) == 4
     for line in lines:
-        *_, own, peak = line.split()
-        assert int(peak) < 1.2 * int(own), line
+        *_, own, peak, limit = line.split()
+        assert int(peak) < int(limit), line
         assert int(own) > 40e6
