@@ -20,8 +20,7 @@ def alone(several: Rule) -> Rule:
 
     @wraps(several)
     def rule(*operands: Any, run: Run, **parameters: Any) -> tuple[Any, ...]:
-        results = several(*[(one,) for one in operands], runs=(run,), **parameters)
-        return tuple([one for (one,) in results])
+        return tuple([one for (one,) in several(*zip(operands, strict=False), runs=(run,), **parameters)])
 
     return rule
 

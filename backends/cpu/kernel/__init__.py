@@ -27,6 +27,7 @@ import os
 import platform
 import struct
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -114,8 +115,8 @@ class Function:
         `numbers` are the others, the same for all; both in the order of the function's arguments.  Gives what the
         function refuses: its number, and the place of the rank among these; None where it has done everything.
         """
-        words = [one if type(one) is int else one.data_ptr() for of_ranks in own for one in of_ranks]
-        refused = self.found(len(own[0]), self.numbers.pack(*numbers), struct.pack(f"<{len(words)}q", *words))
+        words = array("q", [one if type(one) is int else one.data_ptr() for of_ranks in own for one in of_ranks])
+        refused = self.found(len(own[0]), self.numbers.pack(*numbers), words.tobytes())
         return None if refused < 0 else divmod(refused, len(own[0]))
 
 
@@ -133,10 +134,11 @@ def room(like: Tensors, *shape: int, dtype: torch.dtype | None = None) -> Tensor
     It is one piece, but floats begin at a line of the cache, as torch's own do: elsewhere its products take sums in
     another order.
     """
-    first, kind = like[0], dtype or like[0].dtype
-    if len(like) > 1 and not (kind.is_floating_point and math.prod(shape) * kind.itemsize % LINE):
-        return first.new_empty((len(like), *shape), dtype=kind).unbind()
-    return [first.new_empty(shape, dtype=kind) for _ in like]
+    if len(like) > 1:
+        kind = dtype or like[0].dtype
+        if not (kind.is_floating_point and math.prod(shape) * kind.itemsize % LINE):
+            return like[0].new_empty(len(like), *shape, dtype=dtype).unbind()
+    return [one.new_empty(*shape, dtype=dtype) for one in like]  # sizes one by one: a tuple takes half as long again
 
 
 def _sources() -> list[Path]:

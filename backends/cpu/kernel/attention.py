@@ -43,9 +43,11 @@ def history(
 ) -> tuple[Tensors, Tensors]:
     """Of every rank outputs [T, H, L] and LSE [T, H] in float32, as `ops.HistoryAttention` has them."""
     keys = latent_caches, rope_caches, [table.contiguous() for table in block_tables]
-    strides = *latent_caches[0].stride()[:2], *rope_caches[0].stride()[:2]
-    sizes = block_tables[0].shape[1], latent_caches[0].shape[1], len(latent_caches[0])
-    return _attend(q_latents, q_ropes, keys, (*strides, *sizes), query_lengths, history_lengths, scale)
+    latent_block, latent_row, _ = latent_caches[0].stride()
+    rope_block, rope_row, _ = rope_caches[0].stride()
+    blocks, block, _ = latent_caches[0].shape
+    strides = latent_block, latent_row, rope_block, rope_row, block_tables[0].shape[1], block, blocks
+    return _attend(q_latents, q_ropes, keys, strides, query_lengths, history_lengths, scale)
 
 
 def current(
@@ -66,18 +68,18 @@ def _attend(
     scale: float,
 ) -> tuple[Tensors, Tensors]:
     """`keys`: latents, ropes and tables; `strides`: in latents and ropes, of a table, keys of a block, and blocks."""
-    q_latents, q_ropes = ([part.contiguous() for part in parts] for parts in (q_latents, q_ropes))
+    q_latents, q_ropes = [q.contiguous() for q in q_latents], [q.contiguous() for q in q_ropes]
     tokens, heads, features = q_latents[0].shape
     outs = kernel.room(q_latents, tokens, heads, features)
     sums = kernel.room(q_latents, tokens, heads, dtype=torch.float32)
-    lengths = array("q", chain(*queries, *(cached or ())))
-    requests, at = len(queries[0]), lengths.buffer_info()[0]
-    new = [at + rank * requests * lengths.itemsize for rank in range(len(queries))]
-    old = [one + len(queries) * requests * lengths.itemsize if cached else 0 for one in new]
+    lengths = array("q", chain(*chain(*(zip(queries, cached, strict=True) if cached else zip(queries, strict=True)))))
+    at, step = lengths.buffer_info()[0], len(lengths) // len(queries) * lengths.itemsize
+    numbers = [at + rank * step for rank in range(len(queries))]
+    engine, format = kernel.ENGINES[kernel.engine() or ""], kernel.FORMATS[q_latents[0].dtype]
+    sizes = len(queries[0]), tokens, heads, features, q_ropes[0].shape[2]
     refused = kernel.function("mla_fx_attend", "iiiiiiiiiiiiiifi")(
-        (q_latents, q_ropes, *keys, new, old, outs, sums),
-        *(kernel.ENGINES[kernel.engine() or ""], kernel.FORMATS[q_latents[0].dtype], *strides),
-        *(requests, tokens, heads, features, q_ropes[0].shape[2], scale, torch.get_num_threads()),
+        (q_latents, q_ropes, *keys, numbers, outs, sums),
+        *(engine, format, *strides, *sizes, scale, torch.get_num_threads()),
     )
     if refused is not None:
         request, rank = refused

@@ -58,13 +58,14 @@ EXPORT int mla_fx_engines() {
   return FMA | AVX512_BF16 | (has_amx() ? AMX : 0);
 }
 
-// See Call.  `engine` is one bit of mla_fx_engines, `blocks` how many the cache has.  Gives the first request that is
-// unfit, or -1.
+// See Call.  `engine` is one bit of mla_fx_engines, `blocks` how many the cache has, `lengths` the queries and,
+// where there are blocks, the keys behind them.  Gives the first request that is unfit, or -1.
 static int64_t mla_fx_attend(int engine, int format, const void* q_latent, const void* q_rope, const void* k_latent,
                           const void* k_rope, long latent_block, long latent_row, long rope_block, long rope_row,
-                          const int* table, long table_row, long block, long blocks, const long* queries, const long* keys,
+                          const int* table, long table_row, long block, long blocks, const long* lengths,
                           long requests, long tokens, long heads, long latent, long rope, float scale, void* out,
                           float* lse, int threads) {
+  const long *queries = lengths, *keys = block ? lengths + requests : nullptr;
   Call call = {format, q_latent, q_rope, k_latent, k_rope, latent_block, latent_row, rope_block, rope_row, table,
                table_row, block, queries, keys, requests, tokens, heads, latent, rope, scale, out, lse,
                allowed(threads)};

@@ -2,15 +2,18 @@
 //
 // So few rows do not fill the lanes of attend.h, and bringing a tile together would cost as much as they do.  Each key
 // is read from memory once, for its score, and from the cache again, for its latent.  What a key costs is little more
-// than its bytes, so a key is asked of memory AHEAD keys before it is used, sums across lanes are made four at a time,
-// and pairs of bf16 are not put in order: queries and accumulators have their features in the order of load_two.
+// than its bytes, so a key is asked of memory some keys before it is used, sums across lanes are made four at a time, and
+// pairs of bf16 are not put in order: queries and accumulators have their features in the order of load_two.
 
 #pragma once
 #include "attend.h"
 
 namespace {
 
-constexpr int NARROW = 7, NARROW_TILE = 64, AHEAD = 16;
+constexpr int NARROW = 7, NARROW_TILE = 64;
+// How many keys ahead one is asked for here, and by whoever asks for the farthest.  With 8 lanes 16 took an eighth longer
+// than 4 from the L3 cache (one row, float32), since they fall out of the L1 cache again, and as long from memory.
+constexpr int AHEAD = LANES / 2, FARTHEST = 16;
 
 template <class T> struct Narrow {
   Shape shape;
@@ -129,18 +132,18 @@ template <class T> struct Narrow {
     for (int d = 0; d < shape.latent; d += N * LANES) value<R, N>(latent, n, row, d, first, sums);
   }
 
-  // Where the keys of a tile from `at` on lie, and those AHEAD, and how many the tile has; the last key goes for those
-  // that there are not, since scores are made by several and keys are asked for ahead.
+  // Where the keys of a tile from `at` on lie, and FARTHEST behind it, and how many the tile has; the last key goes for
+  // those that there are not, since scores are made by several and keys are asked for ahead.
   static int tile_of(const Keys<T>& keys, long at, long to, const T** latent, const T** rope) {
-    const int known = least(NARROW_TILE + AHEAD, to - at);
+    const int known = least(NARROW_TILE + FARTHEST, to - at);
     keys.find(at, known, latent, rope);
-    for (int k = known; k < NARROW_TILE + AHEAD; k++) latent[k] = latent[known - 1], rope[k] = rope[known - 1];
+    for (int k = known; k < NARROW_TILE + FARTHEST; k++) latent[k] = latent[known - 1], rope[k] = rope[known - 1];
     return least(NARROW_TILE, known);
   }
 
   // As attend() of attend.h.
   void attend(const Keys<T>& keys, long from, long to, const Rows<T>& rows, long heads, float scale, Sums sums) {
-    const T *latent[NARROW_TILE + AHEAD], *rope[NARROW_TILE + AHEAD];
+    const T *latent[NARROW_TILE + FARTHEST], *rope[NARROW_TILE + FARTHEST];
     for (long at = from; at < to; at += NARROW_TILE) {
       const int n = tile_of(keys, at, to, latent, rope);
       by_rows<4>(rows.count, [&](int row, auto some) { scores<decltype(some)::count>(latent, rope, n, row); });

@@ -54,7 +54,7 @@ struct NarrowPairs : Narrow<Bf16> {
       for (int f = 0; f < n; f += 32) {
         __m512bh c[N];
 #pragma GCC unroll 4
-        for (int i = 0; i < N; i++) c[i] = pairs(from[i] + f), __builtin_prefetch(from[i + AHEAD] + f);
+        for (int i = 0; i < N; i++) c[i] = pairs(from[i] + f), __builtin_prefetch(from[i + FARTHEST] + f);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const __m512bh x = pairs(own + long(r) * n + f);
@@ -113,7 +113,7 @@ struct NarrowPairs : Narrow<Bf16> {
 
   // As attend() of attend.h.
   void attend(const Keys<Bf16>& keys, long from, long to, const Rows<Bf16>& rows, long heads, float scale, Sums sums) {
-    const Bf16 *latent[NARROW_TILE + AHEAD], *rope[NARROW_TILE + AHEAD];
+    const Bf16 *latent[NARROW_TILE + FARTHEST], *rope[NARROW_TILE + FARTHEST];
     for (long at = from; at < to; at += NARROW_TILE) {
       const int n = tile_of(keys, at, to, latent, rope);
       by_rows<FEW>(rows.count, [&](int row, auto some) { scores<decltype(some)::count>(latent, rope, n, row); });
