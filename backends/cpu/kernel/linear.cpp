@@ -191,8 +191,9 @@ struct Ahead {
   }
 };
 
-// R rows by P panels, over `count` steps of depth: what they add to `sums`.
-template <class Kind, int R, int P>
+// R rows by P panels, over `count` steps of depth: what they add to `sums`.  Weights that are `FRESH` come from memory
+// and are fetched ahead; strips behind find them in the cache, and one instruction more a step takes up to a tenth more.
+template <class Kind, int R, int P, bool FRESH>
 void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call& call, const typename Kind::Weight* w,
           typename Kind::Sum (*sums)[SOME][PARTS]) {
   const Ahead ahead = Ahead::of(call, count, w);
@@ -200,12 +201,13 @@ void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call&
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++)
       for (int h = 0; h < PARTS; h++) sum[r][p][h] = sums[r][p][h];
+#pragma GCC unroll 4
   for (int64_t d = 0; d < count; d++) {
     typename Kind::Sum part[P][PARTS];
 #pragma GCC unroll 4
     for (int p = 0; p < P; p++) {
       const typename Kind::Weight* at = w + p * call.panel + d * call.step;
-      __builtin_prefetch(reinterpret_cast<const char*>(at) + (d < ahead.turn ? ahead.near : ahead.far));
+      if (FRESH) __builtin_prefetch(reinterpret_cast<const char*>(at) + (d < ahead.turn ? ahead.near : ahead.far));
 #pragma GCC unroll 2
       for (int h = 0; h < PARTS; h++) part[p][h] = Kind::widen(at + h * LANES * Kind::APART);
     }
@@ -224,14 +226,14 @@ void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call&
 }
 
 // R rows by `panels` panels, as many at a time as there are registers for.
-template <class Kind, int R>
+template <class Kind, int R, bool FRESH>
 void strip(const typename Kind::Ready* x, int64_t row, int64_t count, const Call& call, const typename Kind::Weight* w,
            int panels, typename Kind::Sum (*sums)[SOME][PARTS]) {
   constexpr int P = LANES == 16 || R == 1 ? 4 : R <= 3 ? 2 : 1;
   const auto from = [&](int p) { return reinterpret_cast<typename Kind::Sum(*)[SOME][PARTS]>(&sums[0][p]); };
   int p = 0;
-  for (; p + P <= panels; p += P) tile<Kind, R, P>(x, row, count, call, w + p * call.panel, from(p));
-  for (; p < panels; p++) tile<Kind, R, 1>(x, row, count, call, w + p * call.panel, from(p));
+  for (; p + P <= panels; p += P) tile<Kind, R, P, FRESH>(x, row, count, call, w + p * call.panel, from(p));
+  for (; p < panels; p++) tile<Kind, R, 1, FRESH>(x, row, count, call, w + p * call.panel, from(p));
 }
 
 // Rows that are ready, by `panels` panels of a group from `feature` on: piece after piece of depth, so that those of
@@ -240,8 +242,12 @@ void strip(const typename Kind::Ready* x, int64_t row, int64_t count, const Call
 template <class Kind>
 void block(const Call& call, const typename Kind::Ready* x, int64_t row, int64_t rows, const float* steps,
            const typename Kind::Weight* w, int64_t feature, int panels, int more, typename Kind::Out::Kept* out) {
-  constexpr decltype(&strip<Kind, 1>) STRIPS[] = {strip<Kind, 1>, strip<Kind, 2>, strip<Kind, 3>,
-                                                  strip<Kind, 4>, strip<Kind, 5>, strip<Kind, 6>};
+  constexpr decltype(&strip<Kind, 1, true>) FIRST[] = {strip<Kind, 1, true>, strip<Kind, 2, true>,
+                                                       strip<Kind, 3, true>, strip<Kind, 4, true>,
+                                                       strip<Kind, 5, true>, strip<Kind, 6, true>};
+  // Of several strips, which share rows out equally, none has less than three.
+  constexpr decltype(&strip<Kind, 1, true>) BEHIND[] = {strip<Kind, 3, false>, strip<Kind, 4, false>,
+                                                        strip<Kind, 5, false>, strip<Kind, 6, false>};
   typename Kind::Sum sums[BLOCK][SOME][PARTS];
   std::memset(sums, 0, rows * sizeof sums[0]);
   const int64_t depth = call.depth / Kind::DEEP, strips = (rows + ROWS - 1) / ROWS;
@@ -254,7 +260,8 @@ void block(const Call& call, const typename Kind::Ready* x, int64_t row, int64_t
       for (int64_t i = ahead * s / strips; i < ahead * (s + 1) / strips; i++)
         for (int p = 0; p < (last ? more : panels); p++) __builtin_prefetch(next + p * call.panel + i * call.step, 0, 2);
       const int64_t t = rows * s / strips, r = rows * (s + 1) / strips - t;
-      STRIPS[r - 1](x + t * row + d, row, std::min(piece, depth - d), call, w + d * call.step, panels, sums + t);
+      const auto by = s == 0 ? FIRST[r - 1] : BEHIND[r - 3];
+      by(x + t * row + d, row, std::min(piece, depth - d), call, w + d * call.step, panels, sums + t);
     }
   }
   for (int64_t t = 0; t < rows; t++)
