@@ -6,7 +6,7 @@ an event that has not been recorded, and goes on when it is.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,10 @@ class Recording(TorchDispatchMode):
         known = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         new = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and _storage(x) not in known]
         self.made.update((_storage(x), x) for x in new if x.numel())
-        self.into.append((func, args, kwargs, out))
+        # A replay is many calls: which results have memory of their own is found out once.
+        results = [x if isinstance(x, torch.Tensor) and x.numel() else None for x in _results(out)]
+        own = [None if x is None or _storage(x) in known else x for x in results]
+        self.into.append((func, args, kwargs, own))
         return out
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -75,6 +78,10 @@ class Recording(TorchDispatchMode):
             _garbage(tensor)
 
 
+def _results(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, tuple | list) else (out,)
+
+
 def _told(call: Any) -> tuple[Any, list[int]]:
     """A recorded call and the memory that it is on, without numbers."""
     func, args, kwargs, _ = call
@@ -83,11 +90,9 @@ def _told(call: Any) -> tuple[Any, list[int]]:
 
 def again(call: Any) -> None:
     """A recorded call, its results where they were."""
-    func, args, kwargs, out = call
-    known = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-    found = func(*args, **kwargs)
-    for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
-        if isinstance(old, torch.Tensor) and old.numel() and _storage(old) not in known:
+    func, args, kwargs, into = call
+    for old, new in zip(into, _results(func(*args, **kwargs)), strict=True):
+        if old is not None:
             old.copy_(new)
 
 
