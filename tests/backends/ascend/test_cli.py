@@ -6,14 +6,17 @@ import pytest
 from attrs import evolve
 
 from mla_fx import models
+from mla_fx.backends.ascend.emulator.releases import NEWEST, RELEASES
 from mla_fx.models import deepseek_v3_config
 from mla_fx.models.addition import problems
+from tests.cases import mostly_soak
 from tests.test_cli import deviation, run
 from tests.test_cli_generate import ANSWERS, PROMPTS, texts
 
 ASCEND = ("--backend", "ascend", "--emulate")
 
 
+@pytest.mark.parametrize("release", mostly_soak(RELEASES, [NEWEST]), indirect=True)
 def test_decode(capsys, release):
     """The built-in model's sizes are not those of the attention operator, so it runs in float32."""
     status, out, _ = run(capsys, "decode", *ASCEND, "--ranks", "2", "--adversary", "3")
