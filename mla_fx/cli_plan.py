@@ -12,7 +12,6 @@ from mla_fx import Layout, StepShape, models
 from mla_fx.decode import QUANTIZATIONS
 from mla_fx.effects import InputError
 from mla_fx.effects.aval import FLOATS
-from mla_fx.models.chunks import CHUNK
 from mla_fx.models.plan import Plan, largest_context, most_requests
 
 TEXT: Final = """
@@ -64,7 +63,7 @@ def options(parser: argparse.ArgumentParser, count: Callable[[str], int], natura
     add("--dtype", choices=FLOATS, default="bf16", help="of weights, cache and activations (default %(default)s)")
     add("--requests", type=count, default=16, metavar="B", help="requests of a replica at a time (default %(default)s)")
     add("--context", type=count, metavar="N", help="tokens of each request (default 8192, or what the model takes)")
-    add("--chunk", type=count, default=CHUNK, metavar="T", help="tokens of a step, at most (default %(default)s)")
+    add("--chunk", type=count, metavar="T", help="tokens of a step, at most (default: 256, or what expanding wants)")
     add("--drafts", type=natural, default=0, metavar="K", help="tokens the prediction module drafts (default 0)")
     add("--block-size", type=count, default=128, metavar="S", help="tokens a cache block (default %(default)s)")
     add("--orchestration", default="attention-aside", metavar="NAME", help="as for decode (default %(default)s)")
@@ -168,7 +167,7 @@ class _Found:
         plan, found, shape = self.plan, self.values, self.plan.shape
         yield _title(self.name, plan.config)
         yield f"{shape.layout}: {found['devices']} devices of {_gib(self.memory)}; {shape.quantization or shape.dtype}"
-        yield f"each replica has {shape.requests} requests of {plan.context:,} tokens, and {plan.chunk} tokens a step"
+        yield f"each replica has {shape.requests} requests of {plan.context:,} tokens, and {plan.tokens} tokens a step"
         yield "every rank holds as much, in bytes and GiB; what does not divide is padded:"
         for kind, size in found["held"].items():
             if kind != "workspace" or self.workspace_known:

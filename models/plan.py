@@ -21,17 +21,17 @@ from typing import Any, Final
 
 import torch.utils._pytree as pytree
 from attrs import evolve, field, frozen
+from attrs.validators import optional
 
 from mla_fx import orchestrations
 from mla_fx.decode import StepShape, cache_avals
 from mla_fx.effects import Aval, Cost, InputError, Orchestration, Step, cost, schedule
 from mla_fx.effects.validate import integer
-from mla_fx.models.chunks import CHUNK, round_up
+from mla_fx.models.chunks import chunk_of, expands, round_up
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.stack import layer_of, model_step, mtp_step
 from mla_fx.models.weights import model_avals, mtp_avals
 from mla_fx.parameters import LayerParams, MoeParams
-from mla_fx.passes import expanding_saves
 from mla_fx.sharding import Sharding
 
 #: Layers of a kind that a step is priced with: values of all further ones live and die as those of the last of these
@@ -43,6 +43,7 @@ ENOUGH: Final = 3
 class Plan:
     """`shape.requests` requests of `context` tokens each, at most `chunk` tokens a step, with `drafts` of the module.
 
+    Without a `chunk` a step has as many as an engine gives it (`tokens`).
     `shape` says ranks, dtype, block size and the form of the weights; its tokens, blocks and table do not matter.
     `workspace` and `reserve` are bytes that are not known from the configuration.  All sizes are bytes on a rank.
     Raises `InputError` for what a model cannot serve.
@@ -51,7 +52,7 @@ class Plan:
     config: ModelConfig
     shape: StepShape
     context: int = field(validator=integer(1))
-    chunk: int = field(default=CHUNK, validator=integer(1))
+    chunk: int | None = field(default=None, validator=optional(integer(1)))
     drafts: int = field(default=0, validator=integer(0))
     workspace: int = field(default=0, validator=integer(0))
     reserve: int = field(default=0, validator=integer(0))
@@ -68,6 +69,13 @@ class Plan:
     def blocks(self) -> int:
         """Cache blocks that a request of `context` tokens takes on a rank."""
         return Sharding(ranks=self.shape.dcp.size, block_size=self.shape.block_size).blocks(self.context)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, at most: `chunk`, or what an engine takes that has room for the context of each request."""
+        if self.chunk is not None:
+            return max(self.chunk, self.shape.requests)
+        return chunk_of(self.config.attention, evolve(self.shape, table_width=self.blocks))
 
     @property
     def weights(self) -> Mapping[str, int]:
@@ -117,9 +125,8 @@ class Plan:
 
     def steps(self) -> Iterator["Priced"]:
         """Every step that an engine runs at its fullest."""
-        chunk = max(self.chunk, self.shape.requests)
-        rows = min(self.shape.requests * (1 + self.drafts), chunk)
-        for tokens, chosen in ((rows, self.orchestration), (chunk, self.prefill_orchestration)):
+        rows = min(self.shape.requests * (1 + self.drafts), self.tokens)
+        for tokens, chosen in ((rows, self.orchestration), (self.tokens, self.prefill_orchestration)):
             for shape in self._shapes(tokens, chosen):
                 sizes = (self.config, shape, round_up(rows), chosen)
                 yield Priced(shape, 0, _priced(_model, *sizes))
@@ -132,9 +139,7 @@ class Plan:
         size = max(round_up(tokens), 2 if chosen.split else 1)
         shape = evolve(_plain(self.shape), tokens=size, split=chosen.split)
         yield shape
-        merged = shape.project_before_merge
-        may = chosen is self.prefill_orchestration and (merged or shape.dcp.size == 1)
-        if may and expanding_saves(self.config.attention, [tokens], plain=not merged) > 0:
+        if chosen is self.prefill_orchestration and expands(self.config.attention, shape, [tokens]):
             yield evolve(shape, project_before_merge=True, expand_current=True)
 
 

@@ -23,12 +23,11 @@ from mla_fx.effects.schedule import Mode
 from mla_fx.layout import Layout
 from mla_fx.models.capture import Captures, Form, Widths, filled, form_of, forms, sizes
 from mla_fx.models.checkpoint import Checkpoint
-from mla_fx.models.chunks import chunk_of, round_up
+from mla_fx.models.chunks import chunk_of, expands, round_up
 from mla_fx.models.config import ModelConfig
 from mla_fx.models.load import Loader
 from mla_fx.models.stack import model_step, mtp_step
 from mla_fx.parameters import empty_cache
-from mla_fx.passes import expanding_saves
 from mla_fx.sharding import Sharding
 
 
@@ -355,18 +354,10 @@ class Runner:
     @property
     def chunk(self) -> int:
         """How many tokens a step that fills in prompts has at most, unless somebody knows better: see `chunk_of`."""
-        room = self.shape.table_width * self.shape.block_size * self.shape.layout.dcp
-        return chunk_of(self.config.attention, room, self.shape.requests, lambda count: self._expands([count]))
+        return chunk_of(self.config.attention, self.shape, expand=self.expand)
 
     def _expands(self, lengths: Sequence[int]) -> bool:
-        """Whether `expand_current` saves multiply-adds of so many new tokens, and parameters are in the form for it.
-
-        They are, on a context group of one, in any form: its own heads are all heads of the group.
-        """
-        plain = not self.shape.project_before_merge
-        if not self.expand or (plain and self.shape.layout.dcp > 1):
-            return False
-        return expanding_saves(self.config.attention, lengths, plain=plain) > 0
+        return self.expand and expands(self.config.attention, self.shape, lengths)
 
     def _chosen(self, filling: bool) -> Orchestration:
         return orchestration(self.prefill_orchestration if filling else self.orchestration)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from mla_fx import Layout, StepShape, backends, orchestrations
+from mla_fx import Layout, MlaConfig, StepShape, backends, orchestrations
 from mla_fx.backends.meter import Metered
 from mla_fx.cli import main
 from mla_fx.cli_plan import memory_size
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import InputError, cost, schedule
-from mla_fx.models import Loader, Runner, deepseek_v3_config, model_step
+from mla_fx.models import Engine, Loader, Runner, deepseek_v3_config, model_step
 from mla_fx.models.plan import Plan, alike, largest_context, most_requests
 from mla_fx.models.runner import Piece
 from mla_fx.models.weights import expected
@@ -27,6 +27,16 @@ leaves = torch.utils._pytree.tree_leaves
 GIB = 2**30
 #: 16 heads; nothing else is a multiple of the ranks.
 CONFIG = model_config(3)
+#: DeepSeek-V3's features of a head, and little else.
+DEEP = MlaConfig(
+    hidden_size=16,
+    num_attention_heads=2,
+    q_lora_rank=8,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
 LAYOUTS = ["tp=1", "tp=8", "tp=8,dcp=2", "tp=4,dcp=4,dp=2", "tp=2,dcp=1,dp=4", "tp=1,dp=4"]
 
 
@@ -160,6 +170,30 @@ def test_values_are_those_alive_in_a_run(layout, drafts, form):
             )
             before = [*before[:2], logits, hidden[0]]
     assert max(peaks) == asked.values
+
+
+@pytest.mark.parametrize(
+    ("layout", "form", "context", "tokens"),
+    [
+        ("tp=1", {}, 511, 512),
+        ("tp=1", {}, 400, 256),
+        ("tp=1", {}, 2048, 1024),
+        ("tp=1", {"requests": 300}, 300, 512),
+        ("tp=2", {}, 2048, 256),
+        ("tp=2", {"project_before_merge": True}, 250, 256),
+        ("tp=2", {"project_before_merge": True}, 2048, 1024),
+        ("tp=2,dcp=1", {}, 1500, 512),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_an_engine_takes(layout, form, context, tokens):
+    """With DeepSeek-V3's features of a head, which expanding pays for from 170 and 341 tokens on."""
+    config = evolve(model_config(1, DEEP), first_k_dense_replace=1, moe=None)
+    asked = plan(layout, config, context=context, **form)
+    asked = evolve(asked, shape=evolve(asked.shape, block_size=64))
+    shape = evolve(asked.shape, blocks=2, table_width=asked.blocks)
+    made = Runner.load(checkpoint(config), backends.get("cpu", ranks=shape.layout), shape=shape)
+    assert asked.tokens == Engine(runner=made).chunk == tokens
+    assert max(step.shape.tokens for step in asked.steps()) == tokens
 
 
 def test_values_do_not_depend_on_the_context():
