@@ -304,10 +304,10 @@ def test_combine(rng, dtype, shape):
     Parts(rng, *shape, dtype).verify()
 
 
-@each_dtype
-@pytest.mark.parametrize(("ranks", "latent"), [(3, 1), (3, 12), (3, 520), (20, 1031)])
-def test_combine_of_any_features(rng, release, dtype, ranks, latent):
+@of_all(size=[(3, 1), (3, 12), (3, 520), (20, 1031)])
+def test_combine_of_any_features(rng, release, dtype, size):
     """In slices of 512, padded to a multiple of 8; in rounds too."""
+    ranks, latent = size
     parts = Parts(rng, ranks, 2, 2, latent, dtype)
     parts.hide("rows", -math.inf)
     parts.verify()
