@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, field
 
-from mla_fx.backends.body import collective_of, forming_rule
 from mla_fx.backends.contract import check_results
 from mla_fx.backends.hostile import Hostile, Mark, Move, Task, nothing, poisoned
 from mla_fx.backends.prepared import Prepared
 from mla_fx.backends.rows import RunError
+from mla_fx.backends.rules import collective_of, forming_rule
 from mla_fx.backends.table import Rule
 from mla_fx.dtypes import DTYPES
 from mla_fx.effects import MAIN, Aval, Drop, Effect, Keep, Launch, Program, Record, Stage, Wait

@@ -13,151 +13,21 @@ share work: what is the same on several is a row for the first of them
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, assert_never
 
-import attrs
 from attrs import define, field
 
-from mla_fx.backends.device import Run
 from mla_fx.backends.prepared import Prepared
 from mla_fx.backends.rows import Body, Row, takes_over
+from mla_fx.backends.rules import bound, collective_of, met, parameters, rule_of, run_of, take_from
+from mla_fx.backends.several import Several
 from mla_fx.backends.shared import Sharers, Sharing, apart, of_launch, sharers, shares_work
 from mla_fx.backends.staging import Staging
 from mla_fx.backends.table import Collective, Form, Rule, formed, takes_any
 from mla_fx.effects import MAIN, Aval, Drop, Input, Keep, Launch, Op, Program, Record, Stage, Wait
-from mla_fx.effects.passes import definition
 
 if TYPE_CHECKING:
     from mla_fx.backends.backend import Backend
-
-
-def rule_of(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rule:
-    """The rule of a local op with its parameters, for one rank; of an op without one, its definition's rules."""
-    rule = backend.table.rules.get(type(op))
-    if rule is None:
-        return _by_definition(backend, op, avals, rank)
-    assert not isinstance(rule, Collective)
-    return bound(rule, run=run_of(backend, op, rank), **parameters(op))
-
-
-def run_of(backend: "Backend", op: Op, rank: int) -> Run:
-    """Where a rule of an op runs on one rank."""
-    group = op.group_of()
-    return Run(rank if group is None else backend.layout.index(group.name, rank), backend.device, rank)
-
-
-def forming_rule(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rule:
-    """The rule of a local op for operands as they are: it brings them into form itself."""
-    forms = {k: form for k in range(len(avals)) if (form := backend.form(op, k))}
-    return formed(rule_of(backend, op, avals, rank), forms)
-
-
-def bound(rule: Rule, **given: Any) -> Rule:
-    """A rule with its keywords given.
-
-    Of a plain function, a copy that has them as defaults: a call of it costs a third of what `partial` makes of one,
-    and there are thousands of them in a step.
-    """
-    if isinstance(rule, FunctionType):
-        code = rule.__code__
-        named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-        if set(given) <= set(named):
-            made = FunctionType(code, rule.__globals__, rule.__name__, rule.__defaults__, rule.__closure__)
-            made.__kwdefaults__ = {**(rule.__kwdefaults__ or {}), **given}
-            return made
-    return partial(rule, **given)
-
-
-def _by_definition(backend: "Backend", op: Op, avals: Sequence[Aval], rank: int) -> Rule:
-    """The parts of an op, one after the other on the stream of the whole."""
-    step = definition(op, avals)
-    found = step.avals()
-    place = {put.name: k for k, put in enumerate(step.inputs)}
-    rows = []
-    for part in step.equations:
-        rule = forming_rule(backend, part.op, [found[name] for name in part.operands], rank)
-        take = _take([place[name] for name in part.operands])
-        rows.append((rule, take, slice(len(place), len(place) + len(part.results))))
-        place.update({name: len(place) + k for k, name in enumerate(part.results)})
-    outputs = _take([place[name] for name in step.outputs])
-
-    def whole(*operands: Any) -> Sequence[Any]:
-        values = [*operands, *[None] * (len(place) - len(operands))]
-        for function, take, put in rows:
-            values[put] = function(*take(values))
-        return tuple(outputs(values))
-
-    return whole
-
-
-def collective_of(
-    backend: "Backend", op: Op, ranks: Sequence[int] | None = None, *, spent: bool = False, shared: bool = False
-) -> Callable[..., list[Any]]:
-    """An op that communicates as a function of every rank's operands, to every rank's results, both flat.
-
-    `ranks` are those of whole groups, all that run here where it is None.  `spent`: nobody else ever sees the operands
-    (`Program.spent`).  `shared`: ranks of a process share work, so what is `alike` on a group is given once for it.
-    """
-    rule, how, group, count = backend.table.rules[type(op)], op.communicates, op.group_of(), len(op.operands)
-    assert isinstance(rule, Collective) and how is not None and group is not None
-    if shared and rule.together is not None:
-        return _met(bound(rule.together, **parameters(op)), count, group.size, once=op.alike)
-    move, given = partial(backend.world.move, group=group.name, spent=spent), parameters(op)
-    halves = [
-        (bound(rule.send, run=run, **given), bound(rule.receive, run=run, **given))
-        for run in (run_of(backend, op, rank) for rank in (backend.here if ranks is None else ranks))
-    ]
-    if len(halves) == 1:
-        ((send, receive),) = halves
-        return lambda *mine: receive(*move(how, (send(*mine),)), *mine)
-
-    receiving = group.size if shared and op.alike else 1  # every how many ranks one receives
-
-    def together(*flat: Any) -> list[Any]:
-        operands = [flat[at : at + count] for at in range(0, len(flat), count)]
-        sent = [send(*mine) for (send, _), mine in zip(halves, operands, strict=True)]
-        results: list[Any] = []
-        all_of_them = list(zip(move(how, sent), operands, halves, strict=True))
-        for moved, mine, (_, receive) in all_of_them[::receiving]:
-            results += receive(moved, *mine)
-        return results
-
-    return together
-
-
-def _met(rule: Rule, count: int, size: int, *, once: bool) -> Callable[..., list[Any]]:
-    """`Collective.together` for group after group of so many ranks; `once`: it gives one rank's results for all."""
-
-    def together(*flat: Any) -> list[Any]:
-        operands = [flat[at : at + count] for at in range(0, len(flat), count)]
-        results: list[Any] = []
-        for first in range(0, len(operands), size):
-            given = rule(operands[first : first + size])
-            results += given if once else [result for of_rank in given for result in of_rank]
-        return results
-
-    return together
-
-
-def _side_by_side(rule: Rule, count: int) -> Callable[..., Sequence[Any]]:
-    """`Table.together` of so many operands, as a function of every rank's operands, to every rank's results."""
-
-    def together(*flat: Any) -> Sequence[Any]:
-        results = rule(*[flat[at::count] for at in range(count)])
-        return (
-            results[0]
-            if len(results) == 1
-            else [result for of_rank in zip(*results, strict=True) for result in of_rank]
-        )
-
-    return together
-
-
-def parameters(op: Op) -> dict[str, Any]:
-    """The fields of an op, as its rules get them."""
-    return {one.name: getattr(op, one.name) for one in attrs.fields(type(op))}
 
 
 @define(eq=False)
@@ -174,10 +44,12 @@ class Writer:
     rows: list[Row] = field(factory=list)
     of: list[tuple[Launch | None, int | None]] = field(factory=list)
     place: dict[tuple[str, int], int] = field(factory=dict)  # value and rank -> where it is in the list
+    # Value -> ranks -> where it is for all of these: several ranks' operands and results are one object.
+    several: dict[str, dict[tuple[int, ...], int]] = field(factory=lambda: defaultdict(dict))
     tail: list[Any] = field(factory=list)
     loaded: int = 0
     current: str = MAIN  # the stream that the rows so far have made current
-    by_form: dict[tuple[str, Form | None], list[int]] = field(factory=dict)
+    by_form: dict[tuple[str, Form | None, int | tuple[int, ...]], int] = field(factory=dict)
     # A step of a deep model is thousands of rows: what is equal in them is one object, and places are used again, or
     # the processor would wait for memory at every row.
     rules: dict[Any, Rule] = field(factory=dict)
@@ -214,13 +86,15 @@ class Writer:
         given = dict(self.place)  # an output that is an input is that input, staged or not
         for effect in self.program.effects:
             self.effect(effect)
-        found = {**self.place, **given, **self.outputs()}
+        copies = self.outputs()
+        found = {(name, rank): self.at(name, rank) for name in self.program.outputs for rank in ranks}
+        found |= {**given, **copies}
         taken = tuple(found[name, rank] for name in self.program.outputs for rank in ranks)
         others = tuple(device.stream(name) for name in self.program.streams[1:]) if device.has_streams else ()
         if device.has_streams:
             device.module.synchronize()  # what parameters became in their forms may be read on any stream from here on
         rows, of, tail = tuple(self.rows), tuple(self.of), tuple(self.tail)
-        return Body(rows, of, tail, taken, _take(taken), self.backend, others, self.avals, self.spent)
+        return Body(rows, of, tail, taken, take_from(taken), self.backend, others, self.avals, self.spent)
 
     def outputs(self) -> dict[tuple[str, int], int]:
         """Where copies lie of outputs that ranks share: who is given one may write it."""
@@ -228,11 +102,10 @@ class Writer:
         ours = {put.name for put in self.program.inputs}
         for name in dict.fromkeys(self.program.outputs) if self.shared else ():
             others = [rank for rank, first in zip(self.backend.here, self.shared[name], strict=True) if rank != first]
-            if self.root[name] not in ours:
-                for rank in others:
-                    (place,) = self.results(1)
-                    self.row(lambda x: (x.clone(),), [self.place[name, rank]], [place])
-                    places[name, rank] = place
+            if others and self.root[name] not in ours:
+                copies = self.results(len(others))
+                self.row(lambda *own: [x.clone() for x in own], [self.at(name, rank) for rank in others], copies)
+                places.update({(name, rank): place for rank, place in zip(others, copies, strict=True)})
         return places
 
     def room(self, *leaves: Any) -> int:
@@ -263,7 +136,7 @@ class Writer:
         """A row, of a launch or of none."""
         taken = tuple(take)
         if taken not in self.takes:
-            self.takes[taken] = _take(taken)
+            self.takes[taken] = take_from(taken)
         span = (put[0], put[-1] + 1) if put else (0, 0)
         at = put[0] if len(put) == 1 else None
         self.rows.append((function, self.takes[taken], at, self.puts.setdefault(span, slice(*span)), ()))
@@ -304,42 +177,67 @@ class Writer:
 
     def local(self, launch: Launch) -> None:
         """A row for each rank, or for the first of those that share its results; one for all where a rule is."""
-        here, count = self.backend.here, len(launch.results)
+        here = self.backend.here
         of = of_launch(launch, self.shared, self.own) if self.shared else self.own
+        ranks = tuple(rank for rank, first in zip(here, of, strict=True) if rank == here[first])
+        forms = self.forms(launch)
+        together = self.backend.table.together.get(type(launch.op)) if self.shared else None
+        if together is not None and len(ranks) > 1 and not forms:
+            if (launch.op, ranks) not in self.rules:
+                runs = [run_of(self.backend, launch.op, rank) for rank in ranks]
+                self.rules[launch.op, ranks] = bound(together, runs=runs, **parameters(launch.op))
+            self.at_once(launch, self.rules[launch.op, ranks], ranks)
+            return
         avals = [self.avals[name] for name in launch.operands]
-        takes: dict[int, list[int]] = {}
-        forms: dict[int, dict[int, Form]] = {}
-        for rank in [rank for rank, first in zip(here, of, strict=True) if rank == here[first]]:
-            operands = [self.operand(launch, position, name, rank) for position, name in enumerate(launch.operands)]
-            takes[rank] = [place for place, _ in operands]
-            forms[rank] = {position: form for position, (_, form) in enumerate(operands) if form is not None}
-        together = self.backend.table.together.get(type(launch.op))
-        if self.shared and together is not None and len(takes) > 1 and not any(forms.values()):
-            places = self.results(count * len(takes))
-            self.row(
-                self.met(together, launch.op, tuple(takes)),
-                [place for take in takes.values() for place in take],
-                places,
-                launch,
-                None,
+        for rank in ranks:
+            take = [self.operand(launch, position, name, rank) for position, name in enumerate(launch.operands)]
+            places = self.results(len(launch.results))
+            self.row(self.rule(launch.op, avals, rank, forms), take, places, launch, rank)
+            mine = [other for other, first in zip(here, of, strict=True) if here[first] == rank]
+            self.place.update(
+                {(name, o): place for o in mine for name, place in zip(launch.results, places, strict=True)}
             )
-        else:
-            places = []
-            for rank, take in takes.items():
-                mine = self.results(count)
-                self.row(self.rule(launch.op, avals, rank, forms[rank]), take, mine, launch, rank)
-                places += mine
-        at = {rank: number * count for number, rank in enumerate(takes)}
-        for rank, first in zip(here, of, strict=True):
-            mine = places[at[here[first]] :][:count]
-            self.place.update({(name, rank): place for name, place in zip(launch.results, mine, strict=True)})
 
-    def met(self, together: Rule, op: Op, ranks: tuple[int, ...]) -> Rule:
-        """`Table.together` of an op for these ranks, the same for all launches that are alike."""
-        if (op, ranks) not in self.rules:
-            runs = [run_of(self.backend, op, rank) for rank in ranks]
-            self.rules[op, ranks] = _side_by_side(bound(together, runs=runs, **parameters(op)), len(op.operands))
-        return self.rules[op, ranks]
+    def at_once(self, launch: Launch, rule: Rule, ranks: tuple[int, ...]) -> None:
+        """A row of a rule for several ranks."""
+        take = self.of_several(launch, ranks)
+        places = self.results(len(launch.results))
+        self.row(rule, take, places, launch, None)
+        for name, place in zip(launch.results, places, strict=True):
+            self.several[name][ranks] = place
+
+    def of_several(self, launch: Launch, ranks: tuple[int, ...]) -> list[int]:
+        """Where operands lie for several ranks; those that lie there for each are put side by side first, in a row."""
+        ready = {name for name in launch.operands if name in self.parameters and self.prepared is not None}
+        apart = [
+            name for name in dict.fromkeys(launch.operands) if name not in ready and ranks not in self.several[name]
+        ]
+        if apart:
+            of = [[self.at(name, rank) for rank in ranks] for name in apart]
+            of = [places[:1] if len(set(places)) == 1 else places for places in of]
+            brought = self.results(len(apart))
+            key = ("side by side", len(ranks), tuple(map(len, of)))
+            function = self.rules.setdefault(key, partial(_side_by_side, *key[1:]))
+            self.row(function, [place for places in of for place in places], brought)
+            for name, place in zip(apart, brought, strict=True):
+                self.several[name][ranks] = place
+        return [
+            self.parameter(name, self.kept(launch, k, name), ranks) if name in ready else self.several[name][ranks]
+            for k, name in enumerate(launch.operands)
+        ]
+
+    def at(self, name: str, rank: int) -> int:
+        """Where a value lies for one rank; what lies there for several is taken apart first."""
+        if (name, rank) not in self.place:
+            ((ranks, place),) = self.several[name].items()  # as it was made
+            places = self.results(len(ranks))
+            self.row(_entries, [place], places)
+            here = self.backend.here
+            of = dict(zip(ranks, places, strict=True))
+            self.place.update(
+                {(name, one): of[here[first]] for one, first in zip(here, self.shared[name], strict=True)}
+            )
+        return self.place[name, rank]
 
     def rule(self, op: Op, avals: Sequence[Aval], rank: int, forms: Mapping[int, Form]) -> Rule:
         """The rule of a local op on one rank, the same for all launches that are alike."""
@@ -348,22 +246,32 @@ class Writer:
             self.rules[key] = formed(rule_of(self.backend, op, avals, rank), forms)
         return self.rules[key]
 
-    def operand(self, launch: Launch, position: int, name: str, rank: int) -> tuple[int, Form | None]:
-        """Where an operand lies, and the form it must still be brought into: a parameter has been already."""
-        form = self.backend.form(launch.op, position)
-        if name not in self.parameters or self.prepared is None:
-            return self.place[name, rank], form
-        if takes_any(launch.op, position):
-            form = self.prepared.kept.get(name)
-        return self.parameter(name, form, rank), None
+    def forms(self, launch: Launch) -> dict[int, Form]:
+        """The forms that operands must still be brought into, by position: parameters have been already."""
+        wanted = [(k, name, self.backend.form(launch.op, k)) for k, name in enumerate(launch.operands)]
+        return {k: form for k, name, form in wanted if form and (name not in self.parameters or self.prepared is None)}
 
-    def parameter(self, name: str, form: Form | None, rank: int) -> int:
-        """Where a parameter lies in that form."""
+    def operand(self, launch: Launch, position: int, name: str, rank: int) -> int:
+        """Where an operand lies for one rank."""
+        if name not in self.parameters or self.prepared is None:
+            return self.at(name, rank)
+        return self.parameter(name, self.kept(launch, position, name), rank)
+
+    def kept(self, launch: Launch, position: int, name: str) -> Form | None:
+        """The form that a launch takes a parameter in."""
         assert self.prepared is not None
-        if (name, form) not in self.by_form:
-            leaves = self.prepared.of(self.parameters[name], form)
-            self.by_form[name, form] = [self.room(leaf) for leaf in leaves]
-        return self.by_form[name, form][self.backend.here.index(rank)]
+        return (
+            self.prepared.kept.get(name) if takes_any(launch.op, position) else self.backend.form(launch.op, position)
+        )
+
+    def parameter(self, name: str, form: Form | None, ranks: int | tuple[int, ...]) -> int:
+        """Where a parameter lies in that form, for a rank or for several."""
+        assert self.prepared is not None
+        if (name, form, ranks) not in self.by_form:
+            leaves = dict(zip(self.backend.here, self.prepared.of(self.parameters[name], form), strict=True))
+            leaf = leaves[ranks] if isinstance(ranks, int) else Several([leaves[rank] for rank in ranks])
+            self.by_form[name, form, ranks] = self.room(leaf)
+        return self.by_form[name, form, ranks]
 
     def drop(self, drop: Drop) -> None:
         """Empty the places of all that lies in a value's memory behind the row before: any of them would hold it."""
@@ -371,6 +279,7 @@ class Writer:
             self.row(lambda: (), ())
         names, ranks = self.lies[self.root[drop.value]], self.backend.here
         places = [self.place[name, rank] for name in names for rank in ranks if (name, rank) in self.place]
+        places += [place for name in names for place in self.several[name].values()]
         *row, empty = self.rows[-1]
         self.rows[-1] = (*row, (*empty, *places))  # type: ignore[assignment]
         for room in (self.held.pop(place) for place in places if place in self.held):
@@ -381,19 +290,31 @@ class Writer:
 
     def collective(self, launch: Launch) -> None:
         """One row for all ranks here."""
-        ranks, count = self.backend.here, len(launch.results)
-        take = [self.operand(launch, k, name, rank)[0] for rank in ranks for k, name in enumerate(launch.operands)]
+        ranks, count, rule = tuple(self.backend.here), len(launch.results), self.backend.table.rules[type(launch.op)]
         group = launch.op.group_of()
-        assert group is not None
-        each = group.size if self.shared and launch.op.alike else 1  # so many ranks share results
-        places = self.results(count * len(ranks) // each)
+        assert group is not None and isinstance(rule, Collective)
+        meets = bool(self.shared) and rule.together is not None
         key = (launch.op, takes_over(launch, self.spent))
         if key not in self.rules:
-            self.rules[key] = collective_of(self.backend, launch.op, spent=key[1], shared=bool(self.shared))
+            self.rules[key] = (
+                met(rule, launch.op)
+                if meets
+                else collective_of(self.backend, launch.op, spent=key[1], shared=bool(self.shared))
+            )
+        if meets and not launch.op.alike:
+            return self.at_once(launch, self.rules[key], ranks)
+        each = group.size if self.shared and launch.op.alike else 1  # so many ranks share results
+        operands = list(enumerate(launch.operands))
+        if meets:
+            take = self.of_several(launch, ranks)
+        else:
+            take = [self.operand(launch, k, name, rank) for rank in ranks for k, name in operands]
+        places = self.results(count * len(ranks) // each)
         self.row(self.rules[key], take, places, launch, None if len(ranks) > 1 else ranks[0])
         for number, rank in enumerate(ranks):
             mine = number // each * count
             self.place.update({(name, rank): places[mine + k] for k, name in enumerate(launch.results)})
+        return None
 
     # --- on a device with streams ------------------------------------------------
 
@@ -423,15 +344,17 @@ class Writer:
         self.place.update(dict(zip(staged, places, strict=True)))
 
 
-def _take(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """What picks values out of a list, in C where there are any."""
-    match list(places):
-        case []:
-            return lambda values: ()
-        case [one]:
-            return itemgetter(slice(one, one + 1))
-    taken: Callable[[list[Any]], Sequence[Any]] = itemgetter(*places)
-    return taken
+def _side_by_side(ranks: int, counts: Sequence[int], *flat: Any) -> list[Several]:
+    """Values of so many ranks, of which there is one for each, or the same for all."""
+    found, at = [], 0
+    for count in counts:
+        found.append(Several(flat[at : at + count]) if count > 1 else Several.same(flat[at], ranks))
+        at += count
+    return found
+
+
+def _entries(of: Sequence[Any]) -> Sequence[Any]:
+    return tuple(of)
 
 
 def body_of(program: Program, backend: "Backend", prepared: Prepared | None) -> Body | Sharing:

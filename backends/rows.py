@@ -9,6 +9,7 @@ from functools import partial
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import field, frozen
 
 from mla_fx.backends.contract import check_results
@@ -127,9 +128,18 @@ class Body:
         if rank is not None:
             return check(launch, operands, results, avals)
         count, give = len(launch.operands), len(avals)
+        if len(operands) == count:  # of several ranks at once
+            operands = _flat(operands)
+        if len(results) == give and not isinstance(results[0], torch.Tensor):
+            results = _flat(results)
         ranks = len(operands) // count
         each = ranks * give // len(results)  # so many ranks share results
         for k in range(ranks):
             at = k // each * give
             check(launch, operands[k * count : (k + 1) * count], results[at : at + give], avals)
         return None
+
+
+def _flat(of: Sequence[Sequence[Any]]) -> list[Any]:
+    """What is side by side for several ranks, rank after rank."""
+    return [one for of_rank in zip(*of, strict=True) for one in of_rank]

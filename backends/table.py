@@ -18,11 +18,11 @@ A collective is two of them with the transport between, which is the world's
 
     sent    = send(*operands, run=run, **parameters)              one tensor, contiguous
     results = receive(moved, *operands, run=run, **parameters)    moved: what the transport brings
-    results = together(operands, **parameters)                    all of it, for a group whose ranks are all here
+    results = together(*operands, **parameters)                   all of it, for a group whose ranks are all here
 
-The last one may be missing.  It is given the operands of every rank of a group
-on the host, gives what the others would, bit for bit, of every rank, or once
-where the op is `alike` on all ranks, and serves ranks that share work.
+The last one may be missing.  Of every operand it is given that of every rank of
+a group on the host, it gives what the others would, bit for bit, of every rank,
+or once where the op is `alike` on all ranks, and serves ranks that share work.
 
 Its results may lie in what was moved, beside each other: what is of one rank,
 an entry of their first axis, is contiguous, and between ranks there may be gaps.
@@ -36,7 +36,8 @@ Beside rules, a table may have for an op
     captured  the rule in a captured program where the device updates no launches: integers on the host come to it as
             int64 tensors on the device, so that it works on shapes alone
     together `together(*operands, runs, **parameters) -> results`: a local rule for several ranks at once, on the host:
-            of operands, `runs` and results it has one for each of them, and gives each what the rule gives, bit for bit
+            of operands, `runs` and results it has one for each of them (`mla_fx.backends.several`), and gives each what
+            the rule gives, bit for bit
     updates  `updates(op, *operands) -> str | None`: why a captured launch cannot be updated to such integers, which are
             tuples beside the avals of the rest; asked before each replay, and of avals alone when compiling
 """

@@ -46,8 +46,9 @@ def body(node):
 
 
 def rules_of(table, op):
-    rule, together = table.rules[op], table.together.get(op)
-    return (rule.send, rule.receive) if isinstance(rule, Collective) else (rule, *[together] * (together is not None))
+    rule = table.rules[op]
+    found = (rule.send, rule.receive, rule.together) if isinstance(rule, Collective) else (rule, table.together.get(op))
+    return [one for one in found if one is not None]
 
 
 @each_op
@@ -107,7 +108,8 @@ def test_what_a_table_says_beside_rules_is_of_its_ops(backend):
 def test_rules_have_one_signature(backend):
     """Operands by position under the names of the op, then, by keyword, `run` and the op's fields.
 
-    One for several ranks has the `runs` of them all; on a CPU the one for a single rank is made of it.
+    One for several ranks has the `runs` of them all; on a CPU the one for a single rank is made of it.  What is for all
+    ranks of a group together has none.
     """
     for op in backend.TABLE.rules:
         fields = {field.name for field in attrs.fields(op)}
@@ -119,7 +121,8 @@ def test_rules_have_one_signature(backend):
             if rule.__name__ == "receive":
                 given = given[1:]  # what the transport brings comes first
             assert given == list(op.operands), rule
-            assert keywords == {"runs" if op in backend.TABLE.together else "run", *fields}, rule
+            where = "runs" if op in backend.TABLE.together else "run"
+            assert keywords == {*fields, *[where] * (rule.__name__ != "together")}, rule
             assert set(kinds.values()) <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 

@@ -19,6 +19,6 @@ def receive(moved: torch.Tensor, x: torch.Tensor, *, run: Run, features: int, gr
     return (moved.transpose(0, 1).reshape(tokens, ranks * own)[:, :features].contiguous(),)
 
 
-def together(operands: Sequence[Sequence[torch.Tensor]], *, features: int, group: Group) -> tuple[torch.Tensor]:
+def together(x: Sequence[torch.Tensor], *, features: int, group: Group) -> tuple[torch.Tensor]:
     """All features, once for all ranks."""
-    return (torch.cat([x for (x,) in operands], 1)[:, :features].contiguous(),)
+    return (torch.cat(list(x), 1)[:, :features].contiguous(),)

@@ -19,6 +19,6 @@ def receive(total: torch.Tensor, x: torch.Tensor, *, run: Run, group: Group) -> 
     return (total,)
 
 
-def together(operands: Sequence[Sequence[torch.Tensor]], *, group: Group) -> tuple[torch.Tensor]:
+def together(x: Sequence[torch.Tensor], *, group: Group) -> tuple[torch.Tensor]:
     """The sum, once for all ranks."""
-    return (added([x for (x,) in operands]),)
+    return (added(list(x)),)

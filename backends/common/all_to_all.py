@@ -14,6 +14,7 @@ import torch
 
 from mla_fx.backends.common.payload import pack, unpack
 from mla_fx.backends.device import Run
+from mla_fx.backends.several import Several, side_by_side
 from mla_fx.effects import Group
 
 
@@ -30,11 +31,15 @@ def receive(
     return unpack(moved, (tokens, heads // group.size, latent))
 
 
-def together(operands: Sequence[Sequence[torch.Tensor]], *, group: Group) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def together(out: Sequence[torch.Tensor], lse: Sequence[torch.Tensor], *, group: Group) -> tuple[Several, Several]:
     """Every rank's part of what all have, without a payload: on the host a copy within a dtype moves bits."""
-    outs, lses = (torch.stack(parts) for parts in zip(*operands, strict=True))  # [W, T, H, L], [W, T, H]
+    outs, lses = side_by_side(out), side_by_side(lse)  # [W, T, H, L], [W, T, H]
     ranks, (tokens, heads, latent) = group.size, outs.shape[1:]
     own = heads // ranks
-    outs = outs.view(ranks, tokens, ranks, own, latent).permute(2, 0, 1, 3, 4).contiguous()
-    lses = lses.view(ranks, tokens, ranks, own).permute(2, 0, 1, 3).contiguous()
-    return list(zip(outs.unbind(), lses.unbind(), strict=True))
+    outs = outs.view(ranks, tokens, ranks, own, latent).permute(2, 0, 1, 3, 4)
+    lses = lses.view(ranks, tokens, ranks, own).permute(2, 0, 1, 3)
+    return Several((), _copied(outs)), Several((), _copied(lses))
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

@@ -25,7 +25,8 @@ def receive(
     return q_latent_all.contiguous(), q_rope_all.contiguous()
 
 
-def together(operands: Sequence[Sequence[torch.Tensor]], *, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+def together(
+    q_latent: Sequence[torch.Tensor], q_rope: Sequence[torch.Tensor], *, group: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The queries of all heads, once for all ranks."""
-    q_latent_all, q_rope_all = (torch.cat(parts, 1) for parts in zip(*operands, strict=True))
-    return q_latent_all, q_rope_all
+    return torch.cat(list(q_latent), 1), torch.cat(list(q_rope), 1)

@@ -14,6 +14,7 @@ from mla_fx.backends import common
 from mla_fx.backends.cpu import (
     absorb_query,
     add,
+    all_reduce,
     all_to_all,
     combine,
     current_attention,
@@ -65,6 +66,7 @@ TABLE: Final = Table(
     {
         **common.RULES,
         **{op: alone(rule) for op, rule in SEVERAL.items()},
+        ops.AllReduce: all_reduce.rule,
         ops.AllToAll: all_to_all.rule,
         ops.ExpandedAttention: expanded_attention.rule,
         ops.GateLogits: gate_logits.rule,

@@ -8,14 +8,12 @@ LSE off by 1e-5 to 4e-5, and with AVX2 it takes 1.2 to 3 times as long as tiles.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 
 from mla_fx.backends.common.attention import attend_tiles
 from mla_fx.backends.cpu.kernel import Tensors, attention
 from mla_fx.backends.cpu.kernel.attention import Lengths
-from mla_fx.backends.cpu.together import alone
 from mla_fx.backends.device import Run
 from mla_fx.dtypes import wide
 
@@ -41,9 +39,6 @@ def several(
     if attention.serves(q_latent[0], latent_cache[0], rope_cache[0]):
         return attention.history(*operands, scale)
     return list(zip(*[plain(*mine, scale=scale) for mine in zip(*operands, strict=True)], strict=True))
-
-
-rule: Final = alone(several)
 
 
 def plain(

@@ -162,26 +162,30 @@ def unpacked(weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(-3, -2).flatten(-2).flatten(-3, -2) if weight.dim() >= 4 else weight
 
 
-def of_heads(xs: Tensors, weights: Tensors, outs: Tensors | None = None) -> Tensors:
-    """Of every rank, `x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F].
+def of_heads(xs: Tensors, weights: Tensors, outs: Tensors | None = None, *, flat: bool = False) -> Tensors:
+    """Of every rank, `x` [T, N, D] times a weight of each head [N, D, F], as it is -> [T, N, F], `flat` [T, N * F].
 
-    `outs`: where to, with features side by side.
+    `x` may be [T, N * A] of contiguous rows, where the first D of a head's A features are taken.  `outs`: where to,
+    [T, N, F] with features side by side.
     """
     x, weight = xs[0], weights[0]
-    tokens, heads, depth = x.shape
-    features = weight.shape[2]
+    tokens, (heads, depth, features) = len(x), weight.shape
     if not (compiled(x.dtype) and features % PANEL == 0 and weight.stride(2) == 1):
         made = [_of_heads(*mine) for mine in zip(xs, weights, strict=True)]
-        return made if outs is None else [out.copy_(one) for out, one in zip(outs, made, strict=True)]
-    if x.stride(2) != 1:
+        if outs is not None:
+            return [out.copy_(one) for out, one in zip(outs, made, strict=True)]
+        return [one.flatten(1) for one in made] if flat else made
+    if x.stride(-1) != 1:
         xs = [x.contiguous() for x in xs]
         x = xs[0]
     if outs is None:
-        outs = kernel.room(xs, tokens, heads, features)
+        outs = kernel.room(xs, tokens, heads * features) if flat else kernel.room(xs, tokens, heads, features)
     out = outs[0]
     if out.numel():
-        strides = x.stride(1), x.stride(0), weight.stride(0), PANEL, weight.stride(1), out.stride(1), out.stride(0)
-        _call(xs, weights, None, outs, None, strides, heads, depth)
+        of_x = (x.shape[1] // heads if x.dim() == 2 else x.stride(1)), x.stride(0)
+        of_out = (features if flat else out.stride(1)), out.stride(0)
+        strides = *of_x, weight.stride(0), PANEL, weight.stride(1), *of_out
+        _call(xs, weights, None, outs, None, strides, (heads, tokens, features, depth))
     return outs
 
 
@@ -196,7 +200,7 @@ def _by_panels(xs: Tensors, weights: Tensors, scales: Tensors | None, counts: Te
     outs = kernel.room(xs, len(x), panels * PANEL)
     if outs[0].numel():
         strides = 0, x.stride(0), expert, panel, PANEL if scales is None else 2 * PANEL, 0, panels * PANEL
-        _call(xs, weights, scales, outs, counts, strides, groups, x.shape[1])
+        _call(xs, weights, scales, outs, counts, strides, (groups, len(x), panels * PANEL, x.shape[1]))
     return outs
 
 
@@ -207,14 +211,16 @@ def _call(
     outs: Tensors,
     counts: Tensors | None,
     strides: tuple[int, ...],
-    groups: int,
-    depth: int,
+    sizes: tuple[int, int, int, int],
 ) -> None:
-    """The kernel: strides of a group first, then of a row, or of a panel and a step, of `xs`, `weights` and `outs`."""
+    """The kernel: strides of a group first, then of a row, or of a panel and a step, of `xs`, `weights` and `outs`.
+
+    `sizes`: groups, rows, features and depth.
+    """
     _, product = _functions()
-    x, out, none = xs[0], outs[0], (0,) * len(xs)
-    sizes = groups, len(x), out.shape[-1], depth, torch.get_num_threads()
-    product((xs, weights, scales or none, outs, counts or none), kernel.FORMATS[x.dtype], *strides, *sizes)
+    none = (0,) * len(xs)
+    of_call = kernel.FORMATS[xs[0].dtype], *strides, *sizes, torch.get_num_threads()
+    product((xs, weights, scales or none, outs, counts or none), *of_call)
 
 
 @cache
@@ -246,6 +252,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same for each head; see `of_heads`."""
+    if x.dim() == 2:
+        x = x.view(len(x), len(weight), x.shape[1] // len(weight))[..., : weight.shape[1]]
     x = x.transpose(0, 1)
     if has(x.dtype):
         return torch.bmm(x, weight).transpose(0, 1).contiguous()

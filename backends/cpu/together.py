@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
-import torch
-
 from mla_fx.backends.device import Run
+from mla_fx.backends.several import Several
 from mla_fx.backends.table import Rule
 
 
@@ -31,18 +30,12 @@ def together(several: Rule) -> Rule:
 
     @wraps(several)
     def rule(*operands: Sequence[Any], runs: Sequence[Run], **parameters: Any) -> Sequence[Sequence[Any]]:
-        if all([_alike(of_ranks) for of_ranks in operands]):
+        if all([(one if type(one) is Several else Several(one)).alike for one in operands]):
             results: Sequence[Sequence[Any]] = several(*operands, runs=runs, **parameters)
             return results
         return one_by_one(single, *operands, runs=runs, **parameters)
 
     return rule
-
-
-def _alike(of_ranks: Sequence[Any]) -> bool:
-    if not isinstance(of_ranks[0], torch.Tensor) or of_ranks[0].layout is not torch.strided:
-        return True
-    return all([one.is_contiguous() for one in of_ranks]) or len({one.stride() for one in of_ranks}) == 1
 
 
 def one_by_one(rule: Rule, *operands: Sequence[Any], runs: Sequence[Run], **parameters: Any) -> Sequence[Sequence[Any]]:

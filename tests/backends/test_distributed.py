@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mla_fx import Layout, backends, orchestrations
-from mla_fx.backends.body import collective_of
 from mla_fx.backends.meter import Metered, Tally
+from mla_fx.backends.rules import collective_of
 from mla_fx.effects import Group, ops, schedule
 from mla_fx.effects.cost import on_the_wire
 from tests.backends import ranks as do

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from mla_fx import Layout, backends, orchestrations
 from mla_fx.backends import Backend, Collective, Prepared
-from mla_fx.backends.body import collective_of
+from mla_fx.backends.rules import collective_of, met
+from mla_fx.backends.several import Several
 from mla_fx.effects import MAIN, Group, Op, Program, bind, ops, schedule
 from tests.effects import toys
 from tests.effects.toys import mix
@@ -211,12 +212,15 @@ def test_what_meets_has_the_bits_that_move(ranks, dtype, tokens):
         (ops.AllGather(18, four), (((tokens, 5), dtype),)),
     ):
         backend = backends.get("cpu", ranks=ranks)
-        given = [drawn(*shape, dtype=of) for _ in backend.here for shape, of in shapes]
-        met, moved = (collective_of(backend, op, shared=shared)(*given) for shared in (True, False))
+        given = [[drawn(*shape, dtype=of) for shape, of in shapes] for _ in backend.here]
+        found = met(backend.table.rules[type(op)], op)(*[Several(of) for of in zip(*given, strict=True)])
         if op.alike:  # once for each group
             count = len(op.results)
-            met = [x for k in range(0, len(met), count) for _ in range(4) for x in met[k : k + count]]
-        assert bits([x.contiguous() for x in met]) == bits([x.contiguous() for x in moved])
+            found = [x for k in range(0, len(found), count) for _ in range(4) for x in found[k : k + count]]
+        else:
+            found = [x for of_rank in zip(*found, strict=True) for x in of_rank]
+        moved = collective_of(backend, op)(*[x for mine in given for x in mine])
+        assert bits([x.contiguous() for x in found]) == bits([x.contiguous() for x in moved])
 
 
 def test_sums_have_the_bits_that_move():
@@ -224,8 +228,14 @@ def test_sums_have_the_bits_that_move():
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         backend, op = backends.get("cpu", ranks=8), ops.AllReduce(Group("tp", 8))
         given = [(torch.randn(3, 5, generator=generator) * 10.0**k).to(dtype) for k in range(8)]
-        (met,), moved = (collective_of(backend, op, shared=shared)(*given) for shared in (True, False))
-        assert all(bits(met) == bits(one) for one in moved) and met.data_ptr() not in {x.data_ptr() for x in given}
+        moved = collective_of(backend, op)(*given)
+        side_by_side = Several.empty(8, (3, 5), dtype)
+        for mine, one in zip(side_by_side, given, strict=True):
+            mine.copy_(one)
+        for several in (Several(given), side_by_side):
+            (found,) = met(backend.table.rules[type(op)], op)(several)
+            assert all(bits(found) == bits(one) for one in moved)
+            assert found.untyped_storage().data_ptr() not in {x.untyped_storage().data_ptr() for x in several}
 
 
 # --- parameters ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from attrs import fields
 
 from mla_fx import MlaConfig, backends, orchestrations
 from mla_fx.backends import Backend, Collective, Executable, InProcess, Run, cpu
-from mla_fx.backends.body import parameters
+from mla_fx.backends.rules import parameters
 from mla_fx.effects import Op, Program, ops, schedule
 from mla_fx.rope import frequencies
 from tests.benchmarks.table import BY_HAND, Point

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from mla_fx import StepShape, backends, gating, orchestrations
 from mla_fx.backends import Run, cpu, reference
-from mla_fx.backends.body import parameters
+from mla_fx.backends.rules import parameters
 from mla_fx.effects import Aval, ops, schedule, trace
 from mla_fx.models import deepseek_v3_config
 from mla_fx.models.prediction import _settled

@@ -149,10 +149,12 @@ def rule(
         some = torch.cat([torch.arange(rows.start, rows.stop) for _, rows in absorbed])
         numbers = [b for b, _ in absorbed]
         lengths = [tuple(of[b] for b in numbers) for of in (query_lengths, history_lengths)]
-        (q_latent,) = absorb_query.rule(q[some], w_uk, run=run, rope=rope)
+        runs = (run,)
+        ((q_latent,),) = absorb_query.several((q[some],), (w_uk,), runs=runs, rope=rope)
         cache: tuple[Any, ...] = (latent_cache, rope_cache, block_table[numbers], *lengths)
-        part, sums = history_attention.rule(q_latent, q_rope[some], *cache, run=run, scale=scale, workspace=workspace)
-        (hist[some],) = v_up.rule(part, w_uv, run=run, group=None, flat=False)
+        operands = [(one,) for one in (q_latent, q_rope[some], *cache)]
+        (part,), (sums,) = history_attention.several(*operands, runs=runs, scale=scale, workspace=workspace)
+        ((hist[some],),) = v_up.several((part,), (w_uv,), runs=runs, group=None, flat=False)
         lse[some] = sums
     return hist, lse
 

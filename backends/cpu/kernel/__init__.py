@@ -22,7 +22,6 @@ if __name__ != "mla_fx.backends.cpu.kernel":  # reached as a top-level name from
     raise ImportError(f"import this package as 'mla_fx.backends.cpu.kernel', not {__name__!r}")
 
 import ctypes
-import math
 import os
 import platform
 import struct
@@ -37,6 +36,7 @@ import torch
 from attrs import frozen
 
 from mla_fx.backends import compiled
+from mla_fx.backends.several import Several
 from mla_fx.effects import InputError
 
 WHAT: Final = "the library of kernels of the CPU backend"
@@ -96,8 +96,6 @@ def engine() -> str | None:
     return choice or next(iter(there), None)
 
 
-#: Bytes of a line of the cache.
-LINE: Final = 64
 #: One for each of the ranks that a call is for.
 Tensors = Sequence[torch.Tensor]
 
@@ -106,7 +104,7 @@ Tensors = Sequence[torch.Tensor]
 class Function:
     """A function of the library, called for several ranks at once."""
 
-    found: Callable[[int, bytes, bytes], int]
+    found: Callable[[int, bytes, bytes, bytes | None], int]
     numbers: struct.Struct
 
     def __call__(self, own: Sequence[Sequence[Any]], *numbers: float) -> tuple[int, int] | None:
@@ -115,30 +113,30 @@ class Function:
         `numbers` are the others, the same for all; both in the order of the function's arguments.  Gives what the
         function refuses: its number, and the place of the rank among these; None where it has done everything.
         """
-        words = array("q", [one if type(one) is int else one.data_ptr() for of_ranks in own for one in of_ranks])
-        refused = self.found(len(own[0]), self.numbers.pack(*numbers), words.tobytes())
-        return None if refused < 0 else divmod(refused, len(own[0]))
+        ranks, packed = len(own[0]), self.numbers.pack(*numbers)
+        if ranks == 1:
+            words = [one if type(one) is int else one.data_ptr() for (one,) in own]
+            refused = self.found(1, packed, array("q", words).tobytes(), None)
+        else:
+            several = [one if type(one) is Several else Several(one) for one in own]
+            firsts, steps = zip(*[one.lies for one in several], strict=True)
+            refused = self.found(ranks, packed, array("q", firsts).tobytes(), array("q", steps).tobytes())
+        return None if refused < 0 else divmod(refused, ranks)
 
 
 @cache
 def function(name: str, numbers: str) -> Function:
     """A function of the library whose numbers are of such types: i an integer, f a float."""
     found = getattr(library(), f"{name}_each")
-    found.argtypes, found.restype = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int64
+    found.argtypes, found.restype = [ctypes.c_int64, *[ctypes.c_char_p] * 3], ctypes.c_int64
     return Function(found, struct.Struct("<" + "".join({"i": "q", "f": "f4x"}[one] for one in numbers)))
 
 
 def room(like: Tensors, *shape: int, dtype: torch.dtype | None = None) -> Tensors:
-    """Memory for a result of each rank, as many as `like`, whose dtype it has unless another is given.
-
-    It is one piece, but floats begin at a line of the cache, as torch's own do: elsewhere its products take sums in
-    another order.
-    """
-    if len(like) > 1:
-        kind = dtype or like[0].dtype
-        if not (kind.is_floating_point and math.prod(shape) * kind.itemsize % LINE):
-            return like[0].new_empty(len(like), *shape, dtype=dtype).unbind()
-    return [one.new_empty(*shape, dtype=dtype) for one in like]  # sizes one by one: a tuple takes half as long again
+    """Memory for a result of each rank, as many as `like`, whose dtype it has unless another is given."""
+    if len(like) == 1:
+        return (like[0].new_empty(*shape, dtype=dtype),)  # sizes one by one: a tuple takes half as long again
+    return Several.empty(len(like), shape, dtype or like[0].dtype)
 
 
 def _sources() -> list[Path]:

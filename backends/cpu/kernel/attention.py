@@ -42,7 +42,7 @@ def history(
     scale: float,
 ) -> tuple[Tensors, Tensors]:
     """Of every rank outputs [T, H, L] and LSE [T, H] in float32, as `ops.HistoryAttention` has them."""
-    keys = latent_caches, rope_caches, [table.contiguous() for table in block_tables]
+    keys = latent_caches, rope_caches, _in_one_piece(block_tables)
     latent_block, latent_row, _ = latent_caches[0].stride()
     rope_block, rope_row, _ = rope_caches[0].stride()
     blocks, block, _ = latent_caches[0].shape
@@ -68,7 +68,7 @@ def _attend(
     scale: float,
 ) -> tuple[Tensors, Tensors]:
     """`keys`: latents, ropes and tables; `strides`: in latents and ropes, of a table, keys of a block, and blocks."""
-    q_latents, q_ropes = [q.contiguous() for q in q_latents], [q.contiguous() for q in q_ropes]
+    q_latents, q_ropes = _in_one_piece(q_latents), _in_one_piece(q_ropes)
     tokens, heads, features = q_latents[0].shape
     outs = kernel.room(q_latents, tokens, heads, features)
     sums = kernel.room(q_latents, tokens, heads, dtype=torch.float32)
@@ -87,6 +87,11 @@ def _attend(
             raise InputError(f"query_lengths: must be of {tokens} tokens in all: got {list(queries[rank])}")
         raise outside(request, keys[2][rank][request], cached[rank][request], strides[-1])
     return outs, sums
+
+
+def _in_one_piece(parts: Tensors) -> Tensors:
+    """Every rank's lies as the first's does."""
+    return parts if parts[0].is_contiguous() else [part.contiguous() for part in parts]
 
 
 def outside(request: int, table: torch.Tensor, keys: int, blocks: int) -> InputError:

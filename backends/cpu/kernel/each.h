@@ -1,7 +1,9 @@
 // How Python calls a function: for several ranks in one call, where a call for each costs more than its part of the work.
 //
-// Numbers are common to all of them: a word of 8 bytes for every argument that is one, a float in the first four.  What
-// is each rank's own, addresses and integers that are `Own`, lies argument after argument, a word for every rank.
+// Numbers are common to all of them: a word of 8 bytes for every argument that is one, a float in the first four.  For
+// each argument that is a rank's own, an address or an integer that is `Own`, there is the first rank's, and what is to be
+// added to it from a rank to the next; where that is negative, the first is the address of a list, with a word for every
+// rank.  Without steps there is one rank.
 //
 // A function that gives a number refuses what it was given where that is not negative, and says which by it; so do all
 // ranks together, by number * ranks + rank of the first that does.
@@ -48,12 +50,15 @@ T read(const int64_t& word) {
 }
 
 template <class R, class... T, size_t... I>
-int64_t for_each_rank(R (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* own,
-                      std::index_sequence<I...>) {
+int64_t for_each_rank(R (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* firsts,
+                      const int64_t* steps, std::index_sequence<I...>) {
   for (int64_t rank = 0; rank < ranks; rank++) {
+    const auto own = [=](int64_t i) {
+      if (!steps) return firsts[i];
+      return steps[i] < 0 ? reinterpret_cast<const int64_t*>(firsts[i])[rank] : firsts[i] + rank * steps[i];
+    };
     const auto call = [&] {
-      return function(
-          read<T>(OF_A_RANK<T> ? own[before<T...>(I, true) * ranks + rank] : numbers[before<T...>(I, false)])...);
+      return function(read<T>(OF_A_RANK<T> ? own(before<T...>(I, true)) : numbers[before<T...>(I, false)])...);
     };
     if constexpr (std::is_void_v<R>) call();
     else if (const int64_t refused = call(); refused >= 0) return refused * ranks + rank;
@@ -62,8 +67,9 @@ int64_t for_each_rank(R (*function)(T...), int64_t ranks, const int64_t* numbers
 }
 
 template <class R, class... T>
-int64_t for_each_rank(R (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* own) {
-  return for_each_rank(function, ranks, numbers, own, std::index_sequence_for<T...>());
+int64_t for_each_rank(R (*function)(T...), int64_t ranks, const int64_t* numbers, const int64_t* firsts,
+                      const int64_t* steps) {
+  return for_each_rank(function, ranks, numbers, firsts, steps, std::index_sequence_for<T...>());
 }
 
 }  // namespace
@@ -71,6 +77,6 @@ int64_t for_each_rank(R (*function)(T...), int64_t ranks, const int64_t* numbers
 #define EACH(function) EACH_OF(function)
 #define EACH_OF(function)                                                                         \
   extern "C" __attribute__((visibility("default"))) int64_t function##_each(                     \
-      int64_t ranks, const int64_t* numbers, const int64_t* own) {                                \
-    return for_each_rank(function, ranks, numbers, own);                                          \
+      int64_t ranks, const int64_t* numbers, const int64_t* firsts, const int64_t* steps) {      \
+    return for_each_rank(function, ranks, numbers, firsts, steps);                                \
   }

@@ -40,9 +40,12 @@ template <int M, int N> INLINE void score_block(const float* keys, long ld, cons
 template <int N> INLINE void value_block(const float* p, int width, const float* c, long ld, int keys, float* o, long wide, bool add) {
   Floats acc[ROWS_HIGH][N];
 #pragma GCC unroll 16
-  for (int i = 0; i < ROWS_HIGH; i++)
+  for (int i = 0; i < ROWS_HIGH; i++) {
+    const float *own = o + i * wide, *next = own + ROWS_HIGH * wide;  // rows that no prefetcher of a processor foresees
+    __builtin_prefetch(next), __builtin_prefetch(next + N * LANES - 1);
 #pragma GCC unroll 4
-    for (int j = 0; j < N; j++) acc[i][j] = add ? load(o + i * wide + j * LANES) : Floats{};
+    for (int j = 0; j < N; j++) acc[i][j] = add ? load(own + j * LANES) : Floats{};
+  }
   for (int k = 0; k < keys; k++, p += width, c += ld) {
     Floats b[N];
 #pragma GCC unroll 4
@@ -147,14 +150,18 @@ template <class T> struct Fma : Products {
   }
 
   void scores(const Keys<T>& keys, long at, int n, float* to) {
+    const T *latent[tile], *rope[tile];
+    keys.find(at, n, latent, rope);
     for (int k = 0; k < n; k++) {
-      spread(keys.latent_of(at + k), shape.latent, c + k * ld);
-      spread(keys.rope_of(at + k), shape.rope, c + k * ld + shape.latent);
+      const int later = least(k + AHEAD, n - 1);
+      spread(latent[k], latent[later], shape.latent, c + k * ld);
+      spread(rope[k], rope[later], shape.rope, c + k * ld + shape.latent);
     }
     s = to;
     Products::scores(n);
   }
-  static void spread(const T* from, int n, float* to) {
+  static void spread(const T* from, const T* later, int n, float* to) {  // and asks for a later one
+    for (int f = 0; f < n; f += 64 / sizeof(T)) __builtin_prefetch(later + f);
     int f = 0;
     for (; f + LANES <= n; f += LANES) store(to + f, load(from + f));
     if (f < n) store(to + f, load_some(from + f, n - f));  // there is room behind the last feature

@@ -161,6 +161,20 @@ void combine(const T* recv, int64_t recv_rank, const float* recv_lse, int64_t ls
   }
 }
 
+// The sum of what ranks have, in their order.
+template <class T>
+void sum(const T* parts, int64_t apart, T* out, int64_t ranks, int64_t count, int threads) {
+#pragma omp parallel for num_threads(crew(ranks * count, threads))
+  for (int64_t at = 0; at < count; at += PIECE) {
+    const int64_t some = count - at < PIECE ? count - at : PIECE;
+    float total[PIECE];
+    for (int64_t d = 0; d < some; d++) total[d] = parts[at + d];
+    for (int64_t i = 1; i < ranks; i++)
+      for (int64_t d = 0; d < some; d++) total[d] += parts[i * apart + at + d];
+    for (int64_t d = 0; d < some; d++) out[at + d] = T::of(total[d]);
+  }
+}
+
 // A function of a format, by its number.
 template <class Function>
 void with(int format, Function function) {
@@ -215,6 +229,11 @@ static void mla_fx_combine(int format, const void* recv, int64_t recv_rank, cons
     combine(in(recv, kind), recv_rank, recv_lse, lse_rank, in(local, kind), local_lse, out_to(out, kind), ranks, rows,
             features, threads);
   });
+}
+
+static void mla_fx_sum(int format, const void* parts, int64_t apart, void* out, int64_t ranks, int64_t count,
+                       int threads) {
+  with(format, [&](auto kind) { sum(in(parts, kind), apart, out_to(out, kind), ranks, count, threads); });
 }
 
 // The rows of a table that tokens name, of those `held` from `first` on; zeros for others.  Rows of so many bytes.
@@ -285,6 +304,7 @@ EACH(mla_fx_swiglu)
 EACH(mla_fx_rope)
 EACH(mla_fx_unpermute)
 EACH(mla_fx_combine)
+EACH(mla_fx_sum)
 EACH(mla_fx_pack)
 EACH(mla_fx_permute)
 EACH(mla_fx_embedding)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mla_fx.backends import cpu
-from mla_fx.backends.body import parameters
 from mla_fx.backends.cpu import products
 from mla_fx.backends.device import HOST, Run
+from mla_fx.backends.rules import parameters
+from mla_fx.backends.several import Several
 from mla_fx.effects import Group, Op, ops
 
 RANKS = 3
@@ -60,8 +61,19 @@ CASES: tuple[tuple[Op, Make], ...] = (
     (ops.Embedding(vocabulary=17, group=TENSOR), looked_up),
     (ops.WriteRows(), written),
 )
+
+
+def in_one_piece(tensors: Sequence[torch.Tensor]) -> Several:
+    """As results of a rule for several ranks lie."""
+    made = Several.empty(len(tensors), tensors[0].shape, tensors[0].dtype)
+    for mine, one in zip(made, tensors, strict=True):
+        mine.copy_(one)
+    return made
+
+
 LYING: dict[str, Sequence[Callable[[torch.Tensor], torch.Tensor]]] = {
     "side by side": [torch.clone] * RANKS,
+    "in one piece": [torch.clone] * RANKS,
     "one another way": [torch.clone, by_columns, among_others],
     "all another way": [among_others] * RANKS,
 }
@@ -77,7 +89,9 @@ def test_each_rank_is_given_what_its_own_rule_gives(op: Op, make: Make, dtype: t
             operands = [[way(x), *others] for way, (x, *others) in zip(lying, operands, strict=True)]
         runs = [Run(rank, HOST, rank) for rank in range(RANKS)]
         copies = [[one.clone() if in_place else one for one in mine] for mine in operands]
-        found = cpu.TABLE.together[kind](*map(list, zip(*copies, strict=True)), runs=runs, **given)
+        first, *others = zip(*copies, strict=True)
+        gathered = in_one_piece if name == "in one piece" else Several
+        found = cpu.TABLE.together[kind](gathered(first), *map(Several, others), runs=runs, **given)
         for rank, run in enumerate(runs):
             wanted = cpu.TABLE.rules[kind](*operands[rank], run=run, **given)
             for of_ranks, one in zip(found, wanted, strict=True):
