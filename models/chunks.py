@@ -31,13 +31,16 @@ def chunk_of(config: MlaConfig, shape: StepShape, *, expand: bool = True) -> int
     return found
 
 
-def expands(config: MlaConfig, shape: StepShape, lengths: Sequence[int]) -> bool:
+def expands(config: MlaConfig, shape: StepShape, lengths: Sequence[int], behind: Sequence[int] | None = None) -> bool:
     """Whether `expand_current` saves multiply-adds of so many new tokens, and parameters are in the form for it.
 
-    They are, on a context group of one, in any form: its own heads are all heads of the group.
+    They are, on a context group of one, in any form: its own heads are all heads of the group.  `behind` is that of
+    `expanding_saves`.
     """
     plain = not shape.project_before_merge
-    return not (plain and shape.layout.dcp > 1) and expanding_saves(config, lengths, plain=plain) > 0
+    if plain and shape.layout.dcp > 1:
+        return False
+    return expanding_saves(config, lengths, plain=plain, behind=behind) > 0
 
 
 def taken(count: int) -> int:
