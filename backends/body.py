@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
+import torch
 from attrs import define, field
 
 from mla_fx.backends.prepared import Prepared
@@ -101,11 +102,14 @@ class Writer:
         places: dict[tuple[str, int], int] = {}
         ours = {put.name for put in self.program.inputs}
         for name in dict.fromkeys(self.program.outputs) if self.shared else ():
-            others = [rank for rank, first in zip(self.backend.here, self.shared[name], strict=True) if rank != first]
-            if others and self.root[name] not in ours:
-                copies = self.results(len(others))
-                self.row(lambda *own: [x.clone() for x in own], [self.at(name, rank) for rank in others], copies)
-                places.update({(name, rank): place for rank, place in zip(others, copies, strict=True)})
+            of: dict[int, list[int]] = defaultdict(list)  # place -> ranks that are given a copy of what lies there
+            for rank, first in zip(self.backend.here, self.shared[name], strict=True):
+                if rank != self.backend.here[first] and self.root[name] not in ours:
+                    of[self.at(name, rank)].append(rank)
+            for place, ranks in of.items():
+                copies = self.results(len(ranks))
+                self.row(partial(_copies, len(ranks)), [place], copies)
+                places.update({(name, rank): copy for rank, copy in zip(ranks, copies, strict=True)})
         return places
 
     def room(self, *leaves: Any) -> int:
@@ -351,6 +355,10 @@ def _side_by_side(ranks: int, counts: Sequence[int], *flat: Any) -> list[Several
         found.append(Several(flat[at : at + count]) if count > 1 else Several.same(flat[at], ranks))
         at += count
     return found
+
+
+def _copies(count: int, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    return x.expand(count, *x.shape).clone(memory_format=torch.contiguous_format).unbind()
 
 
 def _entries(of: Sequence[Any]) -> Sequence[Any]:

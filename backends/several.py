@@ -23,7 +23,7 @@ class Several(Sequence[Any]):
     Nothing of it changes but what the tensors hold.
     """
 
-    __slots__ = ("_addresses", "_alike", "_entries", "_first", "_lies", "_ranks", "whole")
+    __slots__ = ("_addresses", "_alike", "_entries", "_first", "_lies", "_ranks", "_same", "whole")
 
     def __init__(self, given: Sequence[Any], whole: torch.Tensor | None = None) -> None:
         self.whole = whole
@@ -31,14 +31,14 @@ class Several(Sequence[Any]):
         self._ranks = len(given) if whole is None else len(whole)
         self._first: torch.Tensor | None = None
         self._alike: bool | None = None if whole is None else True
+        self._same = False
         self._lies: tuple[int, int] | None = None
 
     @classmethod
     def same(cls, one: Any, ranks: int) -> "Several":
         """One for all of so many ranks."""
         made = cls((one,) * ranks)
-        if isinstance(one, torch.Tensor) and one.layout is torch.strided:
-            made._alike, made._lies = True, (one.data_ptr(), 0)
+        made._alike = made._same = True
         return made
 
     @classmethod
@@ -70,6 +70,8 @@ class Several(Sequence[Any]):
         """Where the first tensor lies and how many bytes further the next; or where addresses of all lie, and -1."""
         if self._lies is None and self.whole is not None:
             self._lies = self.whole.data_ptr(), self.whole.stride(0) * self.whole.itemsize
+        elif self._lies is None and self._same:
+            self._lies = self._entries[0].data_ptr(), 0
         elif self._lies is None:
             self._addresses = array("q", [one if type(one) is int else one.data_ptr() for one in self._entries])
             self._lies = self._addresses.buffer_info()[0], -1

@@ -117,7 +117,9 @@ def expand_current(step: Step) -> Step:
     return rewrite(step, match)
 
 
-def expanding_saves(config: MlaConfig, lengths: Sequence[int], *, plain: bool = False) -> int:
+def expanding_saves(
+    config: MlaConfig, lengths: Sequence[int], *, plain: bool = False, behind: Sequence[int] | None = None
+) -> int:
     """Multiply-adds of a head that `expand_current` saves where requests have these many new tokens.
 
         absorbed    pairs * (2 L + R)   + tokens * L V
@@ -127,15 +129,26 @@ def expanding_saves(config: MlaConfig, lengths: Sequence[int], *, plain: bool = 
     expanded form has nothing to set against its products: tokens * L V are not saved.  For DeepSeek-V3 it pays for
     a request of 170 new tokens, and of a plain step of 341.
 
+    `behind`: keys before each request, on a backend that gives the history of an expanded step to each request in the
+    form that is less, with all heads of its context group: in the latent, to which a request's tokens are brought for
+    it alone, n L (P + V), or by head, m L (P + V) and n m (2 L - P - V) less.  Without history it is neither.
+
     >>> config = MlaConfig.deepseek_v3()
     >>> [expanding_saves(config, [n]) > 0 for n in (1, 64, 169, 170, 4096)]
     [False, False, False, True, True]
     >>> [expanding_saves(config, [n], plain=True) > 0 for n in (340, 341)]
     [False, True]
+    >>> [expanding_saves(config, [n], plain=True, behind=[m]) > 0 for n, m in ((1, 0), (64, 0), (64, 64), (340, 64))]
+    [True, True, False, True]
     """
     latent, nope, value = config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim
     tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
-    return pairs * (2 * latent - nope - value) - tokens * latent * (nope + (value if plain else 0))
+    each, of_pair = latent * (nope + value), 2 * latent - nope - value
+    if behind is None:
+        more = tokens * each
+    else:
+        more = sum(min(n * each, m * each - n * m * of_pair) for n, m in zip(lengths, behind, strict=True))
+    return pairs * of_pair - more + (0 if plain else tokens * latent * value)
 
 
 def prefetch_weights(step: Step) -> Step:

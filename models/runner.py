@@ -15,9 +15,9 @@ import torch
 from attrs import asdict, define, evolve, field
 
 from mla_fx import orchestrations
-from mla_fx.decode import StepShape, plan_step
+from mla_fx.decode import StepShape, attention_step, plan_step
 from mla_fx.dtypes import DTYPES
-from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, schedule
+from mla_fx.effects import Equation, InputError, Orchestration, Program, Step, ops, schedule
 from mla_fx.effects.orchestration import orchestration
 from mla_fx.effects.schedule import Mode
 from mla_fx.layout import Layout
@@ -105,6 +105,7 @@ class Runner:
     sharding: Sharding = field(init=False)
     programs: dict[tuple[Any, ...], Callable[..., Any]] = field(factory=dict, init=False)
     captures: Captures = field(factory=Captures, init=False)
+    _chosen_apart: bool | None = field(default=None, init=False)  # once somebody asks: see `_history_too`
     caches: list[Any] = field(init=False)
     mtp_caches: list[Any] = field(init=False)
 
@@ -325,7 +326,7 @@ class Runner:
         self._known(tokens, least)
         shape = evolve(self.shape, tokens=tokens[0].shape[0], split=split)
         shape = form.shape(shape) if form else shape
-        if filling and self._expands([len(piece.tokens) for piece in every] or [tokens[0].shape[0]]):
+        if filling and self._expands(every or [Piece(tokens=[0] * shape.tokens, start=0, table=())]):
             shape = evolve(shape, project_before_merge=True, expand_current=True)
         batches = [
             plan_step(
@@ -356,8 +357,22 @@ class Runner:
         """How many tokens a step that fills in prompts has at most, unless somebody knows better: see `chunk_of`."""
         return chunk_of(self.config.attention, self.shape, expand=self.expand)
 
-    def _expands(self, lengths: Sequence[int]) -> bool:
-        return self.expand and expands(self.config.attention, self.shape, lengths)
+    def _expands(self, pieces: Sequence[Piece]) -> bool:
+        """Whether a step goes through `expand_current`, by what it does for each request."""
+        if not self.expand:
+            return False
+        lengths = [len(piece.tokens) for piece in pieces]
+        behind = [piece.start for piece in pieces] if self._history_too() else None
+        return expands(self.config.attention, self.shape, lengths, behind)
+
+    def _history_too(self) -> bool:
+        """Whether the backend chooses a form for the history of each request of an expanded step, with all heads."""
+        if self._chosen_apart is None:
+            shape = evolve(self.shape, tokens=1, project_before_merge=True, expand_current=True, split=None)
+            step = self.backend.lower(attention_step(self.config.attention, shape))
+            latent = any(isinstance(equation.op, ops.HistoryAttention) for equation in step.equations)
+            self._chosen_apart = self.shape.layout.dcp == 1 and not latent
+        return self._chosen_apart
 
     def _chosen(self, filling: bool) -> Orchestration:
         return orchestration(self.prefill_orchestration if filling else self.orchestration)

@@ -3,6 +3,8 @@
 Loading torch (and torch_npu) takes seconds, and a group of eight would take
 them eight times.  So one process loads, starts no thread and touches no device,
 and forks the ranks of every group that a test asks for, each in milliseconds.
+For ranks over the emulated CANN it forks another such process, which loads that
+too.
 A test gets what each rank returned or raised.  Ranks that are still there when
 the time is up are killed, by their ids.
 """
@@ -72,16 +74,16 @@ class Outcome:
 
 @frozen
 class Nursery:
-    """The process that forks; `nursery` starts one."""
+    """The process that forks; `nursery` starts one.  `emulated`: the release of CANN that ranks have torch_npu over."""
 
     process: "subprocess.Popen[bytes]"
+    emulated: str | None = None
 
     def outcomes(self, function: Callable[..., Any], *, ranks: int, limit: float = 150, **given: Any) -> list[Outcome]:
         """What `function(member, **given)` gave on each rank; `function` is one of a module, not a lambda."""
         assert self.process.stdin and self.process.stdout
-        pickle.dump((function, ranks, limit, given), self.process.stdin)
-        self.process.stdin.flush()
-        found: list[Outcome] = pickle.load(self.process.stdout)
+        _say((self.emulated, pickle.dumps((function, ranks, limit, given))), self.process.stdin)
+        found: list[Outcome] = pickle.loads(pickle.load(self.process.stdout))
         return found
 
     def run(self, function: Callable[..., Any], *, ranks: int, limit: float = 150, **given: Any) -> list[Any]:
@@ -93,9 +95,9 @@ class Nursery:
 
 
 @contextmanager
-def nursery(*, emulated: str | None = None) -> Iterator[Nursery]:
-    """A process to fork from; `emulated`: with torch_npu over that release of the emulated CANN."""
-    command = [sys.executable, "-c", f"from tests.processes import main; main(emulated={emulated!r})"]
+def nursery() -> Iterator[Nursery]:
+    """A process to fork from."""
+    command = [sys.executable, "-c", "from tests.processes import main; main()"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)  # type: ignore[call-overload]
@@ -165,27 +167,73 @@ def _group(function: Callable[..., Any], ranks: int, limit: float, given: dict[s
         return [child.outcome(said[child.process]) for child in children]
 
 
-def _serve(jobs: BinaryIO, answers: BinaryIO) -> None:
+def _say(what: Any, to: BinaryIO) -> None:
+    pickle.dump(what, to)
+    to.flush()
+
+
+@frozen
+class _Other:
+    """A process that has loaded more, and forks too."""
+
+    process: int
+    jobs: BinaryIO
+    answers: BinaryIO
+
+    def asked(self, job: tuple[str | None, bytes]) -> bytes:
+        """What it answers, as it comes."""
+        _say(job, self.jobs)
+        answer: bytes = pickle.load(self.answers)
+        return answer
+
+    def end(self) -> None:
+        """At the end of its input."""
+        self.jobs.close()
+        os.waitpid(self.process, 0)
+
+
+def _other(emulated: str) -> _Other:
+    (reading, jobs), (answers, writing) = os.pipe(), os.pipe()
+    process = os.fork()
+    if process:
+        os.close(reading)
+        os.close(writing)
+        return _Other(process, os.fdopen(jobs, "wb"), os.fdopen(answers, "rb"))
+    os.close(jobs)
+    os.close(answers)
+    try:
+        from mla_fx.backends.ascend import emulator
+
+        emulator.load(cann=emulated)
+        _serve(os.fdopen(reading, "rb"), os.fdopen(writing, "wb"), emulated)
+    finally:
+        os._exit(0)
+
+
+def _serve(jobs: BinaryIO, answers: BinaryIO, loaded: str | None = None) -> None:
+    """Until the input ends; `loaded`: what this process emulates."""
+    torch.set_num_threads(1)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    gc.freeze()  # what is here stays shared: a collection in a child would copy it all
+    others: dict[str, _Other] = {}
     while True:
         try:
-            function, ranks, limit, given = pickle.load(jobs)
+            emulated, job = pickle.load(jobs)
         except EOFError:
-            return
-        pickle.dump(_group(function, ranks, limit, given), answers)
-        answers.flush()
+            break
+        if emulated == loaded:
+            _say(pickle.dumps(_group(*pickle.loads(job))), answers)
+        else:
+            other = others.get(emulated) or others.setdefault(emulated, _other(emulated))
+            _say(other.asked((emulated, job)), answers)
+    for other in others.values():
+        other.end()
 
 
-def main(*, emulated: str | None) -> None:
+def main() -> None:
     """Load, then fork on demand."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints is no answer
     for name in ("cpu", "reference"):
         backends.get(name)  # each loads its modules when it is asked for
-    if emulated:
-        from mla_fx.backends.ascend import emulator
-
-        emulator.load(cann=emulated)
-    torch.set_num_threads(1)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
-    gc.freeze()  # what is here stays shared: a collection in a child would copy it all
     _serve(sys.stdin.buffer, answers)

@@ -186,10 +186,10 @@ class Setup:
         """What a run takes; the parameters it is compiled with."""
         return self.caches(), self.hidden(), self.batches()
 
-    def compiled(self, backend: Backend, program: Program, *, unchecked: bool = False) -> Executable:
-        """A program of the step, with the parameters of the ranks that run here."""
+    def compiled(self, backend: Backend, program: Program, **how: Any) -> Executable:
+        """A program of the step, with the parameters of the ranks that run here; `how` is as in `Backend.compile`."""
         params = [_kept(self, rank) for rank in backend.here]
-        return backend.compile(program, backend.prepare(program, params), unchecked=unchecked)
+        return backend.compile(program, backend.prepare(program, params), **how)
 
 
 @lru_cache(maxsize=64)

@@ -6,6 +6,7 @@ other half is computed, and no more of it is ever there than a tile.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,11 +34,14 @@ def rule(
     workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys, values, scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
-    return by_request(one, q, q_rope, latent, k_rope, w_uk, w_uv, query_lengths, run=run, scale=scale)
+    operands, heads = (q, q_rope, latent, k_rope, w_uk, w_uv, query_lengths), q_rope.shape[1]
+    return by_request(expanded, _of_request, heads, *operands, run=run, scale=scale)
 
 
 def by_request(
-    attend_to: Callable[..., None],
+    expand: Callable[..., Any],
+    attend_to: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    at_once: int,
     q: torch.Tensor,
     q_rope: torch.Tensor,
     latent: torch.Tensor,
@@ -49,39 +53,38 @@ def by_request(
     run: Run,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rule, with attention of a request by somebody's own; it is called as `one` is."""
+    """The rule, by somebody's own functions, so many heads `at_once`.
+
+    `expand` is called as `expanded` is, with the keys of all requests, since products of few keys each would read the
+    weights for every request; `attend_to` as `_of_request` is, with what that gave and the rows of one request.
+    """
     tokens, heads, rope = q_rope.shape
     every, nope, _ = w_uk.shape
-    kind = wide(q.dtype)
+    kind, end = wide(q.dtype), sum(query_lengths)
     q = own_heads(q.reshape(tokens, every, nope + rope)[..., :nope], heads, 1, run)
-    ups = [own_heads(part, heads, 0, run).to(kind) for part in (w_uk, w_uv)]
     cur = q.new_zeros((tokens, heads, w_uv.shape[2]))
     lse = q.new_full((tokens, heads), -math.inf, dtype=kind)
-    end = 0
-    for length in query_lengths:
-        start, end = end, end + length
-        if length:
-            rows = slice(start, end)
-            queries = torch.cat([q[rows], q_rope[rows]], 2).to(kind)
-            attend_to(queries, latent[rows].to(kind), k_rope[rows].to(kind), *ups, cur[rows], lse[rows], scale=scale)
+    if not end:
+        return cur, lse
+    up_k, up_v = (own_heads(part, heads, 0, run).to(kind) for part in (w_uk, w_uv))
+    queries, latent, k_rope = torch.cat([q, q_rope], 2).to(kind), latent[:end].to(kind), k_rope[:end].to(kind)
+    for first in range(0, heads, at_once):
+        some = slice(first, first + at_once)
+        keys, last = expand(latent, k_rope, up_k[some], up_v[some]), 0
+        for length in query_lengths:
+            rows, last = slice(last, last + length), last + length
+            if length:
+                cur[rows, some], lse[rows, some] = attend_to(queries[rows, some], keys, rows, scale)
     return cur, lse
 
 
-def one(
-    queries: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    up_k: torch.Tensor,
-    up_v: torch.Tensor,
-    cur: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    scale: float,
-) -> None:
-    """Of one request, `queries` [n, N, P + R] and its own n keys, the output into `cur` [n, N, V] and `lse` [n, N]."""
-    out, sums = attend(queries.transpose(0, 1), *expanded(latent, k_rope, up_k, up_v), scale=scale, causal=True)
-    cur.copy_(out.transpose(0, 1))
-    lse.copy_(sums.t())
+def _of_request(
+    q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], rows: slice, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`q` [n, N, P + R] over the keys and values of the same `rows` -> output [n, N, V] and natural LSE [n, N]."""
+    k, v = (part[:, rows] for part in keys)
+    out, lse = attend(q.transpose(0, 1), k, v, scale=scale, causal=True)
+    return out.transpose(0, 1), lse.t()
 
 
 def expanded(

@@ -38,52 +38,45 @@ def rule(
     workspace: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys, values, scores, softmax and accumulation in float32 (float64 beside float64); result in the query dtype."""
-    return shared.by_request(one, q, q_rope, latent, k_rope, w_uk, w_uv, query_lengths, run=run, scale=scale)
+    operands = (q, q_rope, latent, k_rope, w_uk, w_uv, query_lengths)
+    return shared.by_request(expanded, _of_request, HEADS, *operands, run=run, scale=scale)
 
 
-def one(
-    queries: torch.Tensor,
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    up_k: torch.Tensor,
-    up_v: torch.Tensor,
-    cur: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    scale: float,
-) -> None:
-    """As the shared rule's, some heads at a time."""
-    for some in parts(queries.shape[1], HEADS):
-        keys = expanded(latent, k_rope, up_k[some], up_v[some])
-        cur[:, some], lse[:, some] = attend(queries[:, some], keys, scale=scale, causal=True)
+def _of_request(q: torch.Tensor, keys: "Keys", rows: slice, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the shared rule's."""
+    return attend(q, keys.of(rows), scale=scale, causal=True)
 
 
 @frozen(eq=False)
 class Keys:
-    """Expanded keys `k` [N, P + R, M] and values `v` [N, M, V] of some heads, M being `count` rounded up to panels.
+    """`count` expanded keys `k` [N, P + R, M] and values `v` [N, count, V] of some heads.
 
-    Behind `count` both are zero.
+    M leaves a panel to read behind the last key wherever a panel begins; there `k` is zero.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     count: int
 
+    def of(self, rows: slice) -> "Keys":
+        """Some of them; what is to be read behind the last is the next key's."""
+        return Keys(self.k[..., rows.start :], self.v[:, rows], rows.stop - rows.start)
+
 
 def expanded(latent: torch.Tensor, k_rope: torch.Tensor, up_k: torch.Tensor, up_v: torch.Tensor) -> Keys:
     """Of `latent` [m, L] and `k_rope` [m, R], by `up_k` [N, P, L] and `up_v` [N, L, V]."""
     count, heads, nope = len(latent), *up_k.shape[:2]
-    room = -(-count // PANEL) * PANEL
-    # Features of a panel more, so that those of a head do not all lie in the same sets of the cache.
-    k = latent.new_empty(heads, nope + k_rope.shape[1], room + PANEL)[..., :room]
-    v = latent.new_empty(heads, room, up_v.shape[2] + PANEL)[..., : up_v.shape[2]]
+    room = (-(-count // PANEL) + 1) * PANEL  # one more, so that features of a head do not all lie in the same sets
+    k = latent.new_empty(heads, nope + k_rope.shape[1], room)
+    v = latent.new_empty(heads, count, up_v.shape[2] + PANEL)[..., : up_v.shape[2]]
     of_keys = latent.new_zeros(latent.shape[1], room)
     of_keys[:, :count] = latent.t()
-    of_heads([up_k.transpose(0, 1)], [of_keys.expand(heads, -1, -1)], [k[:, :nope].transpose(0, 1)])
+    used = slice(0, room - PANEL)
+    of_heads([up_k.transpose(0, 1)], [of_keys[:, used].expand(heads, -1, -1)], [k[:, :nope, used].transpose(0, 1)])
+    k[:, :nope, used.stop :] = 0
     k[:, nope:, :count] = k_rope.t()
     k[:, nope:, count:] = 0
-    of_heads([latent.unsqueeze(1).expand(-1, heads, -1)], [up_v], [v[:, :count].transpose(0, 1)])
-    v[:, count:] = 0
+    of_heads([latent.unsqueeze(1).expand(-1, heads, -1)], [up_v], [v.transpose(0, 1)])
     return Keys(k, v, count)
 
 
@@ -97,15 +90,15 @@ def attend(q: torch.Tensor, keys: Keys, *, scale: float, causal: bool) -> tuple[
         seen = min(rows.stop, len(q)) if causal else keys.count
         room = -(-seen // PANEL) * PANEL
         (scores,) = of_heads([q[rows] * scale], [keys.k[..., :room]])
-        scores[..., seen:] = -math.inf
+        scores = scores[..., :seen]
         if causal:
-            last = scores[..., rows.start : seen]
+            last = scores[..., rows.start :]
             late = torch.ones(last.shape[0], last.shape[2], dtype=torch.bool, device=q.device).triu_(1)
             last.masked_fill_(late.unsqueeze(1), -math.inf)
         top = scores.amax(2)
         weights = scores.sub_(top.unsqueeze(2)).exp_()
         total = weights.sum(2)
-        (part,) = of_heads([weights], [keys.v[:, :room]])
+        (part,) = of_heads([weights], [keys.v[:, :seen]])
         torch.div(part, total.unsqueeze(2), out=out[rows])
         torch.add(top, total.log_(), out=lse[rows])
     return out, lse

@@ -105,7 +105,7 @@ def counted(config: ModelConfig, length: int, chunk: int) -> int:
         room, pairs, up = round_up(n), n * (n + 1) // 2, latent * (nope + value)
         # A step has room for a power of two, and logits of one row at the least.
         total += room * (each + heads * up) + hidden * config.vocab_size
-        if expanding_saves(a, [n], plain=True) > 0:
+        if expanding_saves(a, [n], plain=True, behind=[m]) > 0:
             ways = n * m * (2 * latent + rope) + n * up, n * m * (nope + rope + value) + m * up
             total += heads * (pairs * (nope + rope + value) + (min(ways) if m else 0))
         else:
@@ -177,7 +177,7 @@ def test_the_formula_counts_what_the_steps_do(length: int, chunk: int):
     backend, work = backends.get("cpu"), 0
     for start, new in steps(length, chunk):
         shape = StepShape(tokens=round_up(new), requests=1, blocks=32, block_size=BLOCK, table_width=32)
-        if expanding_saves(SIZES.attention, [new], plain=True) > 0:
+        if expanding_saves(SIZES.attention, [new], plain=True, behind=[start]) > 0:
             shape = evolve(shape, project_before_merge=True, expand_current=True)
         step = backend.lower(model_step(SIZES, shape, rows=1))
         lengths = {"batch.query_lengths": (new,), "batch.history_lengths": (start,)}

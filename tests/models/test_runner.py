@@ -6,6 +6,7 @@ import torch.utils._pytree as pytree
 from attrs import define, evolve, field
 
 from mla_fx import MlaConfig, StepShape, backends, orchestrations
+from mla_fx.backends.cpu import fused
 from mla_fx.effects import InputError, Keep, ops
 from mla_fx.models import Checkpoint, Engine, Loader, MtpDrafter, Runner
 from mla_fx.models.runner import Piece
@@ -35,8 +36,8 @@ class Counting:
         return self.backend.compile(program, prepared)
 
 
-def counting(ranks=1, requests=2, mtp=False, **options):
-    machine = Counting(backends.get("cpu", ranks=ranks))
+def counting(ranks=1, requests=2, mtp=False, backend=None, **options):
+    machine = Counting(backend or backends.get("cpu", ranks=ranks))
     shape = StepShape(ranks=ranks, requests=requests, blocks=64, block_size=4, table_width=32, dtype="fp32")
     return machine, Runner.load(Checkpoint.open(small()), machine, shape=shape, mtp=mtp, **options)
 
@@ -115,7 +116,7 @@ def test_programs_are_compiled_once_for_their_sizes():
     assert all(program.inputs for program in machine.programs)
     finish(engine, random_prompts(6), 12)
     assert len(machine.programs) == first
-    assert len({program.name + str(program.inputs) + str(program.streams) for program in machine.programs}) == first
+    assert len({str(program.inputs) + str(program) for program in machine.programs}) == first
 
 
 def test_long_decoding_needs_one_program():
@@ -183,8 +184,11 @@ def expanded(program):
 
 
 def test_prompts_that_are_long_enough_are_expanded():
-    """By the count: 32 new tokens of a request here, L = 16 and P = V = 8; steps that decode never are."""
-    machine, runner = counting(mtp=True)
+    """By the count: 32 new tokens of a request here, L = 16 and P = V = 8; steps that decode never are.
+
+    On a backend that leaves the history in the latent, and so brings all tokens there.
+    """
+    machine, runner = counting(mtp=True, backend=backends.get("cpu").without_fusions(*fused.ALL))
     for count in (31, 32, 1):
         piece = Piece(tokens=TEXT[:count], start=0, table=TABLE)
         _, hidden = runner.forward([[piece]], [[0]], filling=count > 1)
@@ -192,6 +196,22 @@ def test_prompts_that_are_long_enough_are_expanded():
     runner.forward([[Piece(tokens=TEXT[:16], start=0, table=TABLE[k * 4 :]) for k in range(2)]], [[0]], filling=True)
     runner.forward([[Piece(tokens=TEXT[:32], start=0, table=TABLE)]], [[0]], filling=False)
     assert [expanded(program) for program in machine.programs] == [False, False, True, True, *[False] * 3]
+
+
+def test_prompts_without_a_history_are_expanded_where_it_is_left_out_for_them():
+    """By the count, a request of 8: 36 pairs * 16 saved; behind m keys m (256 - 8 * 16) more, less than that up to 4.
+
+    A second request that has none changes nothing; steps that decode never are.
+    """
+    machine, runner = counting()
+    for start, others in ((0, 0), (4, 0), (5, 0), (4, 8), (0, 1)):
+        pieces = [
+            Piece(tokens=TEXT[:8], start=start, table=TABLE),
+            Piece(tokens=TEXT[:others], start=0, table=[50, 51]),
+        ]
+        runner.programs.clear()
+        runner.forward([[piece for piece in pieces if piece.tokens]], [[0]], filling=others != 1)
+    assert [expanded(program) for program in machine.programs] == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -245,8 +245,10 @@ template <class E> void run(const Call& call) {
     int thread = omp_get_thread_num(), threads = omp_get_num_threads();  // may be fewer than asked for
     Worker<E> worker(call, plan, shape, slots, mine.of<float>(Worker<E>::floats(shape)));
     for (int share = thread; share < plan.threads; share += threads) worker.work(share);
+    if (plan.slots) {
 #pragma omp barrier
-    if (plan.slots) worker.finish(thread, threads);
+      worker.finish(thread, threads);
+    }
   }
 }
 

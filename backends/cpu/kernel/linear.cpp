@@ -177,26 +177,26 @@ struct Call {
   int64_t groups, rows, features, depth, threads;
 };
 
-// Bytes from a step of a panel to what is fetched while it is read.  Behind the end of a panel lies the next one, which is
-// read beside it: so where `count` steps are all of the panel, it goes on with the one that comes `SOME` later.
-struct Ahead {
-  int64_t near, far, turn;  // far from step `turn` on
-
-  template <class Weight>
-  static Ahead of(const Call& call, int64_t count, const Weight*) {
-    const int64_t panel = call.panel * sizeof(Weight), step = call.step * sizeof(Weight);
-    if (panel != count * step) return {AHEAD, AHEAD, 0};
-    const int64_t near = std::min<int64_t>(AHEAD, panel);
-    return {near, near + (SOME - 1) * panel, count - near / step};
-  }
+// Panels that are multiplied together: `count` of them, `apart` panels from each other, from number `first` on.
+struct Panels {
+  int64_t first, apart;
+  int count;
 };
+
+// The n-th such of panels `first` to `last`.  Packed ones are taken from as many places as there are sums for, in each of
+// which they follow each other: so memory is read in few long runs, however short a panel is, and what comes behind what is
+// read is what is read next.  Of rows that hold a part of each panel, neighbours are taken, which lie in one line.
+inline Panels taken(const Call& call, int64_t first, int64_t last, int64_t n) {
+  const int64_t runs = (last - first) / SOME;
+  if (n >= runs) return {first + runs * SOME, 1, n == runs ? static_cast<int>((last - first) % SOME) : 0};
+  return call.panel > call.step ? Panels{first + n, runs, SOME} : Panels{first + n * SOME, 1, SOME};
+}
 
 // R rows by P panels, over `count` steps of depth: what they add to `sums`.  Weights that are `FRESH` come from memory
 // and are fetched ahead; strips behind find them in the cache, and one instruction more a step takes up to a tenth more.
 template <class Kind, int R, int P, bool FRESH>
-void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call& call, const typename Kind::Weight* w,
-          typename Kind::Sum (*sums)[SOME][PARTS]) {
-  const Ahead ahead = Ahead::of(call, count, w);
+void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const typename Kind::Weight* w, int64_t panel,
+          int64_t step, typename Kind::Sum (*sums)[SOME][PARTS]) {
   typename Kind::Sum sum[R][P][PARTS];
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++)
@@ -206,8 +206,8 @@ void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call&
     typename Kind::Sum part[P][PARTS];
 #pragma GCC unroll 4
     for (int p = 0; p < P; p++) {
-      const typename Kind::Weight* at = w + p * call.panel + d * call.step;
-      if (FRESH) __builtin_prefetch(reinterpret_cast<const char*>(at) + (d < ahead.turn ? ahead.near : ahead.far));
+      const typename Kind::Weight* at = w + p * panel + d * step;
+      if (FRESH) __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD);
 #pragma GCC unroll 2
       for (int h = 0; h < PARTS; h++) part[p][h] = Kind::widen(at + h * LANES * Kind::APART);
     }
@@ -225,23 +225,24 @@ void tile(const typename Kind::Ready* x, int64_t row, int64_t count, const Call&
       for (int h = 0; h < PARTS; h++) sums[r][p][h] = sum[r][p][h];
 }
 
-// R rows by `panels` panels, as many at a time as there are registers for.
+// R rows by `panels` panels, `panel` numbers from each other, as many at a time as there are registers for.
 template <class Kind, int R, bool FRESH>
-void strip(const typename Kind::Ready* x, int64_t row, int64_t count, const Call& call, const typename Kind::Weight* w,
-           int panels, typename Kind::Sum (*sums)[SOME][PARTS]) {
+void strip(const typename Kind::Ready* x, int64_t row, int64_t count, const typename Kind::Weight* w, int64_t panel,
+           int64_t step, int panels, typename Kind::Sum (*sums)[SOME][PARTS]) {
   constexpr int P = LANES == 16 || R == 1 ? 4 : R <= 3 ? 2 : 1;
   const auto from = [&](int p) { return reinterpret_cast<typename Kind::Sum(*)[SOME][PARTS]>(&sums[0][p]); };
   int p = 0;
-  for (; p + P <= panels; p += P) tile<Kind, R, P, FRESH>(x, row, count, call, w + p * call.panel, from(p));
-  for (; p < panels; p++) tile<Kind, R, 1, FRESH>(x, row, count, call, w + p * call.panel, from(p));
+  for (; p + P <= panels; p += P) tile<Kind, R, P, FRESH>(x, row, count, w + p * panel, panel, step, from(p));
+  for (; p < panels; p++) tile<Kind, R, 1, FRESH>(x, row, count, w + p * panel, panel, step, from(p));
 }
 
-// Rows that are ready, by `panels` panels of a group from `feature` on: piece after piece of depth, so that those of
-// the weights stay in the cache while all rows go by.  Meanwhile the next piece is fetched, that of the next panels
-// behind the last, a part for each strip: so memory is read beside the products.
+// Rows that are ready, by some panels of a group: piece after piece of depth, so that those of the weights stay in the
+// cache while all rows go by.  Meanwhile the next piece is fetched, that of the panels `then` behind the last, a part for
+// each strip: so memory is read beside the products.
 template <class Kind>
 void block(const Call& call, const typename Kind::Ready* x, int64_t row, int64_t rows, const float* steps,
-           const typename Kind::Weight* w, int64_t feature, int panels, int more, typename Kind::Out::Kept* out) {
+           const typename Kind::Weight* weight, int64_t group, Panels some, Panels then,
+           typename Kind::Out::Kept* out) {
   constexpr decltype(&strip<Kind, 1, true>) FIRST[] = {strip<Kind, 1, true>, strip<Kind, 2, true>,
                                                        strip<Kind, 3, true>, strip<Kind, 4, true>,
                                                        strip<Kind, 5, true>, strip<Kind, 6, true>};
@@ -250,25 +251,29 @@ void block(const Call& call, const typename Kind::Ready* x, int64_t row, int64_t
                                                         strip<Kind, 5, false>, strip<Kind, 6, false>};
   typename Kind::Sum sums[BLOCK][SOME][PARTS];
   std::memset(sums, 0, rows * sizeof sums[0]);
-  const int64_t depth = call.depth / Kind::DEEP, strips = (rows + ROWS - 1) / ROWS;
+  const auto* w = weight + some.first * call.panel;
+  const int64_t depth = call.depth / Kind::DEEP, strips = (rows + ROWS - 1) / ROWS, panel = some.apart * call.panel;
   const int64_t piece = strips == 1 ? std::max<int64_t>(depth, 1) : PIECE;  // one strip has no use for it again
   for (int64_t d = 0; d < depth; d += piece) {
     const bool last = d + piece >= depth;
-    const auto* next = last ? w + SOME * call.panel : w + (d + piece) * call.step;
+    const auto* next = last ? weight + then.first * call.panel : w + (d + piece) * call.step;
+    const Panels& fetched = last ? then : some;
     const int64_t ahead = strips == 1 ? 0 : std::min(piece, last ? depth : depth - d - piece);
     for (int64_t s = 0; s < strips; s++) {
       for (int64_t i = ahead * s / strips; i < ahead * (s + 1) / strips; i++)
-        for (int p = 0; p < (last ? more : panels); p++) __builtin_prefetch(next + p * call.panel + i * call.step, 0, 2);
+        for (int p = 0; p < fetched.count; p++)
+          __builtin_prefetch(next + p * fetched.apart * call.panel + i * call.step, 0, 2);
       const int64_t t = rows * s / strips, r = rows * (s + 1) / strips - t;
       const auto by = s == 0 ? FIRST[r - 1] : BEHIND[r - 3];
-      by(x + t * row + d, row, std::min(piece, depth - d), call, w + d * call.step, panels, sums + t);
+      by(x + t * row + d, row, std::min(piece, depth - d), w + d * call.step, panel, call.step, some.count, sums + t);
     }
   }
   for (int64_t t = 0; t < rows; t++)
-    for (int p = 0; p < panels; p++)
+    for (int p = 0; p < some.count; p++)
       for (int h = 0; h < PARTS; h++) {
-        const int f = p * PANEL + h * LANES;
-        Kind::Out::narrow(out + t * call.out_row + f, Kind::result(sums[t][p][h], steps[t], call.scale, feature + f));
+        const int64_t f = (some.first + p * some.apart) * PANEL + h * LANES;
+        Kind::Out::narrow(out + t * call.out_row + f,
+                          Kind::result(sums[t][p][h], steps[t], call.scale, group * call.features + f));
       }
 }
 
@@ -289,13 +294,15 @@ void part(const Call& call, int64_t group, int64_t start, int64_t rows, int64_t 
   const auto* weight = static_cast<const typename Kind::Weight*>(call.weight) + group * call.weight_group;
   const int64_t row = apart<Kind>(call);
   float steps[BLOCK];
-  const auto some = [&](int64_t p) { return static_cast<int>(std::clamp<int64_t>(last - p, 0, SOME)); };
   for (int64_t at = 0; at < rows; at += BLOCK) {
     const int64_t count = std::min<int64_t>(BLOCK, rows - at);
     for (int64_t t = 0; t < count; t++) steps[t] = Kind::ready(x + (at + t) * call.x_row, call.depth, ready + t * row);
-    for (int64_t p = first; p < last; p += SOME)
-      block<Kind>(call, ready, row, count, steps, weight + p * call.panel, group * call.features + p * PANEL, some(p),
-                  some(p + SOME), out + at * call.out_row + p * PANEL);
+    Panels some = taken(call, first, last, 0);
+    for (int64_t n = 1; some.count; n++) {
+      const Panels then = taken(call, first, last, n);
+      block<Kind>(call, ready, row, count, steps, weight, group, some, then, out + at * call.out_row);
+      some = then;
+    }
   }
 }
 

@@ -9,7 +9,10 @@ import json
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.processes import Member
 
 
 def imported(name: str) -> list[str]:
@@ -44,6 +47,11 @@ def main() -> dict[str, Any]:
     sys.modules["torch_npu"] = types.ModuleType("torch_npu")
     found["too late"] = error_of(emulate)
     return found
+
+
+def forked(member: "Member") -> dict[str, Any]:
+    """In a process forked from one that has loaded torch and the CPU's backends."""
+    return main()
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ class Pair:
         self.given, self.backend = given, backend or backends.get("ascend", ranks=given.ranks)
         step = self.backend.lower(given.step) if lower else given.step
         self.program: Program = schedule(step, orchestrations.NAMED[orchestration])
-        mine = [given.params()[rank] for rank in self.backend.here]
-        prepared = self.backend.prepare(self.program, mine)
+        params, caches = given.params(), given.caches()
+        prepared = self.backend.prepare(self.program, [params[rank] for rank in self.backend.here])
         self.captured, self.eager = (self.backend.compile(self.program, prepared, capture=how) for how in (True, False))
-        caches = [given.caches()[rank] for rank in self.backend.here]
-        self.caches = [self.backend.put(caches, copy=True) for _ in range(2)]
+        mine = [caches[rank] for rank in self.backend.here]
+        self.caches = [self.backend.put(mine, copy=True) for _ in range(2)]
 
     def step(self, run: Any, caches: Any, number: int, of_ranks: list[Any]) -> list[torch.Tensor]:
         hidden, *_ = self.given.hidden(seed=number)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from mla_fx import orchestrations
 from mla_fx.backends import Backend, Collective, InProcess, Run, ascend, compiled, device
@@ -16,7 +17,7 @@ from mla_fx.backends.ascend.emulator.releases import RELEASES
 from mla_fx.effects import Aval, InputError, Op, Program, bind, on_host, schedule, trace
 from mla_fx.effects.aval import operand
 from tests.ops.conftest import aval, fields
-from tests.processes import Nursery, nursery
+from tests.processes import Nursery
 
 
 def why_not() -> str | None:
@@ -49,12 +50,11 @@ def emulator(machine: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.
 
 
 @pytest.fixture(scope="session")
-def processes(pytestconfig: pytest.Config) -> Iterator[Nursery]:
+def processes(processes: Nursery, pytestconfig: pytest.Config) -> Nursery:
     """Where processes that emulate a device each are forked from."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with nursery(emulated=pytestconfig.getoption("--cann")) as made:
-        yield made
+    return evolve(processes, emulated=pytestconfig.getoption("--cann"))
 
 
 @pytest.fixture(params=RELEASES)

@@ -42,20 +42,17 @@ class Counts:
     collectives: int
 
 
-def counted(member: Member, *, given: Setup, how: str) -> Counts:
-    """Of one step of this rank; a first step has made constants and workspaces."""
-    return counts(traced(member, given=given, how=how))
-
-
-def traced(member: Member, *, given: Setup, how: str) -> list[Traced]:
-    """What the attention of a layer gives the device of this rank, from its first product on.
+def traced(member: Member, *, rows: dict[str, tuple[Setup, str]]) -> dict[str, list[Traced]]:
+    """What the attention of a layer gives the device of this rank, from its first product on, in each row's way.
 
     "fused" is as the backend lowers it, "kernels" the same with what goes around the exchange as kernels, "apart" as it
-    is described, "before" in the order and with the copies of `tests.backends.ascend.before`.
+    is described, "before" in the order and with the copies of `tests.backends.ascend.before`.  One step of each; a
+    first one has made constants and workspaces.
     """
     machine, group = start(member)
-    with launched(machine) if how == "kernels" else nullcontext():
-        return _traced(member, machine, group, given=given, how=how)
+    kernels = any(how == "kernels" for _, how in rows.values())
+    with launched(machine, played=False) if kernels else nullcontext():
+        return {name: _traced(member, machine, group, given=given, how=how) for name, (given, how) in rows.items()}
 
 
 def _traced(member: Member, machine: Machine, group: Any, *, given: Setup, how: str) -> list[Traced]:
@@ -67,7 +64,7 @@ def _traced(member: Member, machine: Machine, group: Any, *, given: Setup, how: 
     if how == "before":
         backend = backend.with_rules(before.RULES)
         program = schedule(before.step(given), before.exchange_aside, mode="conservative")
-    run = backend.compile(program, backend.prepare(program, [given.params()[member.rank]]))
+    run = given.compiled(backend, program)
     own = [[argument[member.rank]] for argument in given.arguments()]
     run(*backend.put(own, copy=True))
     again = backend.put(own, copy=True)

@@ -264,7 +264,7 @@ def mismatch(member: Member, *, what: str) -> None:
 
 def absence(member: Member, *, how: str) -> None:
     """The last rank ends, leaves or stays away."""
-    start(member, patience=6 if how == "stays away" else 90)
+    start(member, patience=4 if how == "stays away" else 90)
     if member.rank == member.ranks - 1:
         if how == "ends":
             os._exit(7)

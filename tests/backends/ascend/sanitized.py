@@ -75,6 +75,9 @@ def switched_on() -> Handler:
     )
     _stream_check.traceback = csan.traceback = stacks
     _stream_check.NPURecordStreamHandler = Handler
+    # Without the compiler, which torch would load to keep it out of this, for every operator.
+    mode = _stream_check.NPUSanitizerDispatchMode
+    mode.__torch_dispatch__ = mode.__torch_dispatch__.__wrapped__
     _sanitizer.npu_sanitizer.check_record_stream = True
     _sanitizer.enable_npu_sanitizer()
     handler = _sanitizer.npu_sanitizer.event_handler

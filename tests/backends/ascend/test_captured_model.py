@@ -40,12 +40,12 @@ def served(capture: tuple[int, ...], drafts: int, quantization: str | None) -> t
 )
 def test_texts_and_logprobs_are_the_same(emulator, drafts, quantization):
     """Single tokens and drafts that are verified, steps of the prediction module, and some that fit no size."""
-    runner, found = served((1, 2, 4), drafts, quantization)
+    runner, found = served((2, 4), drafts, quantization)
     _, right = served((), drafts, quantization)
     assert [request.new_tokens for request in found] == [request.new_tokens for request in right]
     assert [request.logprobs for request in found] == [request.logprobs for request in right]
     kinds, singles = ("model", "mtp") if drafts else ("model",), (True, False) if drafts else (True,)
-    forms = [Form(size, single) for size in (4, 2, 1) for single in singles]
+    forms = [Form(size, single) for size in (4, 2) for single in singles]
     assert [*runner.captures.members] == [(kind, form) for form in forms for kind in kinds]
 
 
@@ -73,9 +73,9 @@ def test_one_block_of_scratch_for_all_that_is_known_before(emulator, monkeypatch
 def test_the_command_line(emulator, capsys):
     """The reference beside it is not captured."""
     where = ("--model", str(checkpoint(CONFIG).directory), "--backend", "ascend", "--emulate", "--block-size", "16")
-    sizes = ("--prompt", "5", "--steps", "4", "--ranks", "2", "--requests", "2")
+    sizes = ("--prompt", "5", "--steps", "3", "--ranks", "2", "--requests", "2")
     lines = {}
-    for capture in ((), ("--capture", "1,2,4"), ("--capture", "2", "--capture-contexts", "32")):
+    for capture in ((), ("--capture", "1,2", "--capture-contexts", "32")):
         status, out, _ = command(capsys, "decode", *where, *sizes, *capture)
         assert status == 0
         lines[capture] = [line for line in out.splitlines() if "deviation" in line]

@@ -56,11 +56,16 @@ def test_on_each_release(emulator, release, sizes):
     assert attention == {"aclnnFusedInferAttentionScoreV4", "aclnnAttentionUpdate"}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+LENGTHS = [((0, 0), (1, 2)), ((1, 0), (0, 3)), ((9, 5), (0, 0)), ((23, 2), (3, 0))]
+
+
 @pytest.mark.parametrize(
-    ("history", "query"),
-    [((0, 0), (1, 2)), ((1, 0), (0, 3)), ((9, 5), (0, 0)), ((23, 2), (3, 0))],
-    ids=["no history", "some history", "no tokens", "full"],
+    ("dtype", "history", "query"),
+    mostly_soak(
+        [(dtype, *lengths) for dtype in ("bf16", "fp32") for lengths in LENGTHS],
+        [(dtype, *lengths) for dtype, lengths in zip(("bf16", "fp32", "fp32", "bf16"), LENGTHS, strict=True)],
+    ),
+    ids=str,
 )
 def test_lengths(dtype, history, query):
     verify(setup(dtype, ranks=4), "attention-aside", history=history, query=query)
@@ -80,8 +85,9 @@ def test_replicated_query(dtype):
     verify(setup(dtype, ranks=4, replicate_query=True), "attention-aside")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(
+    ("layers", "dtype"), mostly_soak(itertools.product([1, 3], ["bf16", "fp32"]), [(1, "fp32"), (3, "bf16")])
+)
 def test_whole_model_of_dense_layers(dtype, layers):
     """From tokens to logits."""
     verify(setup(dtype, layers=layers), "attention-aside")

@@ -59,7 +59,7 @@ HOW = {"deadline": None, "derandomize": True, "suppress_health_check": list(Heal
 ANY = (st.sampled_from(list(RELEASES)), sizes(), st.sampled_from([None, 2]), st.integers(1, 9))
 
 
-@settings(max_examples=6, **HOW)
+@settings(max_examples=3, **HOW)
 @given(*ANY)
 @example("8.5", LARGE, None, 3)
 @example("9.1", {**LARGE, "latent": 12, "rope": 4}, 2, 5)

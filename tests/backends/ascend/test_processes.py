@@ -106,7 +106,7 @@ def test_a_device_that_is_not_there(processes, told, message):
     assert processes.run(do.no_device, ranks=1, told=told) == [message]
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (4, "fp32")])
+@pytest.mark.parametrize(("ranks", "dtype"), mostly_soak([(2, "bf16"), (4, "fp32")], [(2, "bf16")]))
 def test_steps_in_a_row(processes, ranks, dtype):
     """Issued one after the other; lengths change, caches grow over block borders."""
     queries = [((1, 2), (3, 0), (0, 1))[step % 3] for step in range(9)]

@@ -134,7 +134,7 @@ def test_other_backends_run_it_by_its_definition(name, layers):
         return pytree.tree_leaves(run(*backend.put(given.arguments(), copy=True)))
 
     expected = found(given.step)
-    for seed in (None, *range(6)):
+    for seed in (None, *range(3)):
         assert equal(found(lowered(given), seed), expected), f"seed {seed}"
 
 
@@ -149,7 +149,7 @@ def test_fused_and_apart_give_the_same_bits(emulator, dtype, layers):
     assert count(step, WriteRowsPair) == (layers or 1)
     expected = leaves(backend, apart, given)
     trial = Trial(backend, schedule(step, orchestrations.attention_aside), given)
-    for seed in range(6):
+    for seed in range(3):
         emulator.seed(seed)
         assert equal(trial(), expected), f"seed {seed}"
     calls = []

@@ -14,6 +14,8 @@ from mla_fx.backends.cpu import expanded_attention
 from mla_fx.backends.cpu.fused import expanded_history
 from mla_fx.backends.cpu.fused.expanded_history import ExpandedHistory, multiply_adds
 from mla_fx.effects import Aval, InputError, ShapeError, ops, schedule
+from mla_fx.effects.cost import multiply_adds as counted
+from mla_fx.passes import expanding_saves
 from tests.setups import Setup
 
 HEADS, NOPE, ROPE, LATENT, VALUE, SIZE = 3, 5, 4, 6, 3, 4
@@ -174,3 +176,22 @@ def test_what_is_refused():
         op.value_rule(named, values)
     with pytest.raises(InputError, match="scale"):
         evolve(op, scale=0)
+
+
+@pytest.mark.parametrize("merged", [{}, {"project_before_merge": True}], ids=["plain", "merged"])
+@pytest.mark.parametrize(
+    ("query", "history"),
+    [((64, 64), (0, 0)), ((64, 64), (0, 64)), ((64,), (8192,)), ((1,), (5,)), ((300, 1), (64, 900)), ((600,), (30,))],
+)
+def test_the_rule_of_the_prompts_is_the_difference_of_the_lowered_steps(query, history, merged):
+    """With DeepSeek-V3's head; of requests without a history the expanded form is less however short they are."""
+    config, tokens = MlaConfig.deepseek_v3(), sum(query)
+    shape = StepShape(tokens=tokens, requests=len(query), blocks=8, block_size=4, table_width=8, **merged)
+    lengths = {"batch.query_lengths": query, "batch.history_lengths": history}
+    work = []
+    for one in (shape, evolve(shape, **MERGED)):
+        step = backends.get("cpu").lower(attention_step(config, one))
+        work.append(counted(step.inputs, step.equations, lengths))
+    saved = expanding_saves(config, query, plain=not merged, behind=history)
+    assert (work[0] - work[1]) == saved * config.num_attention_heads
+    assert saved > 0 or any(history)

@@ -180,6 +180,13 @@ def test_more_new_tokens_than_there_are_are_refused() -> None:
         case.current()
 
 
+def test_a_table_without_blocks() -> None:
+    """Where no request has a history, the table may have no column, and so no memory: rows have no key."""
+    case = Case(4, (2, 1), (0, 0))
+    case.table = case.table[:, :0]
+    hold(case.history(), case.exact())
+
+
 def test_more_tokens_than_a_tile() -> None:
     """And more rows than are handled together."""
     case = Case(3, (1, 150), (0, 0), latent=32, rope=8)

@@ -36,8 +36,18 @@ def verify(op, step):
 
 
 @each_op
-@each(*pairwise(ranks=(1, 8), tokens=(0, 1, 64), dtype=("bf16", "fp16", "fp32", "fp64")))
+@each(
+    ("ranks", "tokens", "dtype"),
+    [(1, 64, "bf16"), (8, 64, "fp32"), (8, 1, "bf16"), (1, 1, "fp64"), (8, 0, "fp16"), (1, 0, "fp32")],
+)
 def test_nothing_is_read_and_nothing_made_on_the_host(op, ranks, tokens, dtype):
+    verify(op, Step(ranks, tokens, dtype))
+
+
+@pytest.mark.soak
+@each_op
+@each(*pairwise(ranks=(1, 8), tokens=(0, 1, 64), dtype=("bf16", "fp16", "fp32", "fp64")))
+def test_nothing_is_read_in_any_step(op, ranks, tokens, dtype):
     verify(op, Step(ranks, tokens, dtype))
 
 

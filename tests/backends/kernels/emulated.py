@@ -21,6 +21,7 @@ class Launched:
     machine: Machine
     name: str
     kernel: Any
+    played: bool
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         read, written = TENSORS[self.name]
@@ -30,7 +31,8 @@ class Launched:
             assert all(isinstance(x, torch.Tensor) for x in tensors) and not any(map(torch.is_tensor, numbers))
 
             def play(*found: torch.Tensor) -> None:
-                self.kernel[grid](*found, *numbers, **constants)
+                if self.played:
+                    self.kernel[grid](*found, *numbers, **constants)
 
             self.machine.launch(self.name, play, tensors[:read], tensors[read:])
 
@@ -38,14 +40,14 @@ class Launched:
 
 
 @contextmanager
-def launched(machine: Machine) -> Iterator[None]:
-    """With the kernels of the exchange launched on the emulated device."""
+def launched(machine: Machine, *, played: bool = True) -> Iterator[None]:
+    """With the kernels of the exchange launched on the emulated device; not `played`, they write nothing."""
     with interpreted():
         from mla_fx.backends.kernels import exchange
 
         kernels = {name: getattr(exchange, name) for name in TENSORS}
         for name, kernel in kernels.items():
-            setattr(exchange, name, Launched(machine, name, kernel))
+            setattr(exchange, name, Launched(machine, name, kernel, played))
         try:
             yield
         finally:

@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.processes import Member
 
 #: 54 MB; the second is what the first imports and does not ask for.
 PACKAGES = ("triton-ascend==3.2.0", "pybind11==3.1.0")
@@ -49,6 +53,16 @@ def interpreted() -> Iterator[None]:
         os.environ.pop("TRITON_INTERPRET")
         if before is not None:
             os.environ["TRITON_INTERPRET"] = before
+
+
+def compiled(member: "Member") -> list[str]:
+    """The kernels that the compiler takes, by name and first pointer; in a process that has loaded no triton."""
+    assert "triton" not in sys.modules
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path.insert(0, str(SHELF))
+    from tests.backends.kernels import lowered
+
+    return lowered.taken()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,10 @@
 """The kernels through the compiler of triton-ascend 3.2, as far as it goes without CANN: what it takes, it prints.
 
-The interpreter runs any Python; the compiler's front end takes what is Triton.  A process of its own: Triton decides
-when it is imported whether kernels are interpreted.
+The interpreter runs any Python; the compiler's front end takes what is Triton.  A process of its own imports this, by
+`interpreter.compiled`: Triton decides when it is imported whether kernels are interpreted.
 """
 
-import sys
 from typing import Any
-
-from tests.backends.kernels.interpreter import SHELF
-
-sys.path.insert(0, str(SHELF))
 
 from triton._C.libtriton import ir
 from triton.backends.ascend.compiler import AscendBackend
@@ -47,7 +42,7 @@ def lower(name: str, pointers: str, numbers: str, constants: dict[str, Any]) -> 
     return str(stages["ttadapter"](stages["ttir"](module, told), told))
 
 
-if __name__ == "__main__":
-    for call in CALLS:
-        text = lower(*call)
-        print(call[0], call[1].split()[0], "linalg" in text or "memref" in text)
+def taken() -> list[str]:
+    """Those of `CALLS` that come out as linear algebra or moved memory."""
+    texts = {f"{name} {pointers.split()[0]}": lower(name, pointers, *rest) for name, pointers, *rest in CALLS}
+    return [call for call, text in texts.items() if "linalg" in text or "memref" in text]
