@@ -166,7 +166,7 @@ def test_text_comes_as_it_is_generated():
         assert first.startswith("> ") and process.stdout.read(3) and process.poll() is None
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "Traceback" not in err and err.endswith("mla-fx generate: stopped\n")
     assert re.search(r"\d+ tokens in [\d.]+ s", err)  # what there is to report is reported

@@ -215,7 +215,7 @@ def test_ctrl_c_ends_all_processes():
         assert process.stdout is not None
         assert process.stdout.readline().startswith("> ") and process.stdout.read(3) and process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "Traceback" not in err and err.count("mla-fx generate: stopped\n") == 1
     assert len(re.findall(r"\d+ tokens in [\d.]+ s", err)) == 1

@@ -121,7 +121,9 @@ ROWS = {
     "Moonlight-16B-A3B": Row(MOONLIGHT, (27, 16, 128, 128, 64, 6, 2.446, 192**-0.5), {}),
     # (0.1 ln 32 + 1)^2 and (0.1 ln 64 + 1)^2
     "Kimi-K2": Row(
-        KIMI_K2, (61, 64, 128, 128, 384, 8, 2.827, 0.1308608000), {"n_routed_experts": 384, "moe_intermediate_size": 4}
+        KIMI_K2,
+        (61, 64, 128, 128, 384, 8, 2.827, 0.1308608000),
+        {"n_routed_experts": 384, "moe_intermediate_size": 4, "num_hidden_layers": 2},  # one of them with experts
     ),
     "Kimi-K2.5": Row(KIMI_K25, (61, 64, 128, 128, 384, 8, 2.827, 0.1446796258), {"n_routed_experts": 16}),
     "GLM-4.7-Flash": Row(
