@@ -217,7 +217,9 @@ def test_overhead_of_61_layers():
     around = min(ours for ours, _ in pairs) - calls
     backend = backends.get("cpu")
     prepared = backend.prepare(program, STACK.params())
-    compiling = min(seconds(backend.compile, program, prepared) for _ in range(3))
+    compiling = seconds(backend.compile, program, prepared)
+    if compiling > 300 * (around + calls):  # once more, where something else ran meanwhile
+        compiling = min(compiling, seconds(backend.compile, program, prepared))
     print(
         f"\n61 layers: {around * 1e6:.0f} us a step around {len(program.launches)} calls of {calls * 1e6:.0f} us, "
         f"compiled in {compiling:.3f} s"

@@ -124,7 +124,7 @@ def test_an_update_that_nothing_waits_for_may_come_too_late(emulator):
         torch.npu.graph_task_group_begin(stream)
         attention.call([3, 9])
         handle = torch.npu.graph_task_group_end(stream)
-    for seed in SEEDS:
+    for seed in range(100):  # the wheel's own thread has a say as well: the first few may be alike
         emulator.seed(seed)
         for lengths, event in (([3, 9], torch.npu.ExternalEvent()), ([20, 30], torch.npu.ExternalEvent())):
             torch.npu.synchronize()
@@ -135,6 +135,8 @@ def test_an_update_that_nothing_waits_for_may_come_too_late(emulator):
         torch.npu.synchronize()
         graph.replay()
         assert same(attention, [20, 30])  # the next one has them
+        if len(found) > 1 and seed >= len(SEEDS):
+            break
     assert found == {(True, False), (False, True)}
 
 
