@@ -35,6 +35,11 @@ class Several(Sequence[Any]):
         self._lies: tuple[int, int] | None = None
 
     @classmethod
+    def of(cls, given: Sequence[Any]) -> "Several":
+        """What is `given`, as one object."""
+        return given if type(given) is Several else cls(given)
+
+    @classmethod
     def same(cls, one: Any, ranks: int) -> "Several":
         """One for all of so many ranks."""
         made = cls((one,) * ranks)

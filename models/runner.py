@@ -9,6 +9,7 @@ serial unless somebody asks for another one.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -105,7 +106,6 @@ class Runner:
     sharding: Sharding = field(init=False)
     programs: dict[tuple[Any, ...], Callable[..., Any]] = field(factory=dict, init=False)
     captures: Captures = field(factory=Captures, init=False)
-    _chosen_apart: bool | None = field(default=None, init=False)  # once somebody asks: see `_history_too`
     caches: list[Any] = field(init=False)
     mtp_caches: list[Any] = field(init=False)
 
@@ -362,17 +362,17 @@ class Runner:
         if not self.expand:
             return False
         lengths = [len(piece.tokens) for piece in pieces]
-        behind = [piece.start for piece in pieces] if self._history_too() else None
+        behind = [piece.start for piece in pieces] if self._history_too else None
         return expands(self.config.attention, self.shape, lengths, behind)
 
+    @cached_property
     def _history_too(self) -> bool:
         """Whether the backend chooses a form for the history of each request of an expanded step, with all heads."""
-        if self._chosen_apart is None:
-            shape = evolve(self.shape, tokens=1, project_before_merge=True, expand_current=True, split=None)
-            step = self.backend.lower(attention_step(self.config.attention, shape))
-            latent = any(isinstance(equation.op, ops.HistoryAttention) for equation in step.equations)
-            self._chosen_apart = self.shape.layout.dcp == 1 and not latent
-        return self._chosen_apart
+        if self.shape.layout.dcp > 1:
+            return False
+        shape = evolve(self.shape, tokens=1, project_before_merge=True, expand_current=True, split=None)
+        step = self.backend.lower(attention_step(self.config.attention, shape))
+        return not any(isinstance(equation.op, ops.HistoryAttention) for equation in step.equations)
 
     def _chosen(self, filling: bool) -> Orchestration:
         return orchestration(self.prefill_orchestration if filling else self.orchestration)

@@ -30,7 +30,7 @@ def together(several: Rule) -> Rule:
 
     @wraps(several)
     def rule(*operands: Sequence[Any], runs: Sequence[Run], **parameters: Any) -> Sequence[Sequence[Any]]:
-        if all([(one if type(one) is Several else Several(one)).alike for one in operands]):
+        if all([Several.of(one).alike for one in operands]):
             results: Sequence[Sequence[Any]] = several(*operands, runs=runs, **parameters)
             return results
         return one_by_one(single, *operands, runs=runs, **parameters)

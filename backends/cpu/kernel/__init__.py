@@ -118,7 +118,7 @@ class Function:
             words = [one if type(one) is int else one.data_ptr() for (one,) in own]
             refused = self.found(1, packed, array("q", words).tobytes(), None)
         else:
-            several = [one if type(one) is Several else Several(one) for one in own]
+            several = [Several.of(one) for one in own]  # which hold the lists of addresses until the call is over
             firsts, steps = zip(*[one.lies for one in several], strict=True)
             refused = self.found(ranks, packed, array("q", firsts).tobytes(), array("q", steps).tobytes())
         return None if refused < 0 else divmod(refused, ranks)
